@@ -3,9 +3,10 @@
     torchrun --standalone --nproc-per-node 2 examples/fsdp_digits.py        nccl when each rank has a GPU, else gloo
     torchrun --standalone --nproc-per-node 2 examples/fsdp_digits.py --epochs 1 --steps 20        a few seconds
 
-Convert first, then fully_shard. Beside it one process trains the same weights on the same whole batches with
-nn.BatchNorm2d; the loss curves agree to rounding. In the end the shards are gathered into an ordinary checkpoint, which
-an nn.BatchNorm2d model loads, for the accuracy on the test images. Writes that, model.pt, and metrics.json to --output.
+Convert first, then call fully_shard. For comparison each rank also trains the same weights on the whole batches with
+nn.BatchNorm2d, as one process would; the loss curves agree to rounding. At the end the shards are gathered into an
+ordinary checkpoint, model.pt. A model with nn.BatchNorm2d loads the checkpoint and is evaluated on the test images.
+Writes model.pt and metrics.json to --output.
 """
 
 import argparse
@@ -71,11 +72,11 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             "largest distance from one process": distance(trainers[1], trainers[0]),
             "test accuracy": accuracy(loaded, *test),
             "test accuracy of one process": accuracy(alone, *test),
-            "values of parameters on this rank": sum(x.to_local().numel() for x in sharded.parameters()),
-            "values of parameters of one process": sum(x.numel() for x in alone.parameters()),
+            "parameters on this rank": sum(x.to_local().numel() for x in sharded.parameters()),
+            "parameters of one process": sum(x.numel() for x in alone.parameters()),
         }
-        rows = [(name, f"{value:.4g}") for name, value in metrics.items()]
-        print_table(f"FSDP2 and synchronised batch norm, {world_size()} ranks", ("", ""), rows)
+        rows = [(name, f"{value:,}" if isinstance(value, int) else f"{value:.4g}") for name, value in metrics.items()]
+        print_table(f"FSDP2 and synchronised batch norm, {world_size()} ranks", ("result", "value"), rows)
         write(arguments, metrics)
 
 

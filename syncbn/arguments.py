@@ -15,10 +15,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.kernels.select import why_forced
 from syncbn.ranks.groups import GroupSpec
-from syncbn.statistics import has_float64
-from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_short
-from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor, overlaps_itself, require_memory
-from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
+from syncbn.statistics import supports_float64
+from syncbn.texts import ONE_VALUE_PER_CHANNEL, shorten
+from syncbn.torch_internals import (
+    PLAIN_CLASSES,
+    is_compiling,
+    is_wrapped,
+    is_zero_tensor,
+    overlaps_itself,
+    require_storage,
+)
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PER_CHANNEL = "running_mean", "running_var", "weight", "bias"
@@ -78,20 +84,22 @@ class Options:
     num_channels: int | None = None  # num_features, for calls without a tensor (C,); None for a function
     check_input_dim: CheckOfDims = ANY_DIMS
     process_group: GroupSpec = None
-    plan_key: tuple[object, ...] | None = field(init=False)  # what plans depend on; None: objects of users, no plan
+    cache_key: tuple[object, ...] | None = field(init=False)  # what plans depend on; None: objects of users, no plan
 
     def __post_init__(self) -> None:
         momentum = self.momentum if type(self.momentum) is int else type(self.momentum)  # an int may be too large
         key = momentum, self.eps, self.relu, self.channel_dim, self.num_channels, self.check_input_dim
         classes = type(self.momentum) in NUMBERS, *map(type, key[1:4])
-        has_plan = not is_compiling() and classes == (True, float, bool, int) and self.check_input_dim in CHECKS_OF_DIMS
-        object.__setattr__(self, "plan_key", key if has_plan else None)
+        is_cacheable = (
+            not is_compiling() and classes == (True, float, bool, int) and self.check_input_dim in CHECKS_OF_DIMS
+        )
+        object.__setattr__(self, "cache_key", key if is_cacheable else None)
 
     def normalized(self, tensors: Tensors) -> Self:
         """The same options with eps and momentum as floats; a momentum in a tensor stays. **Raises** TypeError or
         ValueError unless each is one real number, and eps is positive. Beside running statistics a momentum of None
         needs a counter."""
-        momentum, eps = self.momentum, as_eps(self.eps)
+        momentum, eps = self.momentum, validated_eps(self.eps)
         number = tensors.counter if momentum is None else momentum
         if isinstance(number, Tensor):
             name = "num_batches_tracked" if momentum is None else "momentum"
@@ -100,11 +108,11 @@ class Options:
             if number.ndim or not number.is_cpu:  # A tensor () on the CPU works beside tensors on any device.
                 check_device(name, number, tensors.input)
         elif number is not None or tensors.running_mean is not None:
-            momentum = as_float("momentum", momentum)
+            momentum = to_float("momentum", momentum)
         return self if momentum is self.momentum and eps is self.eps else replace(self, momentum=momentum, eps=eps)
 
 
-def num_channels_of(layer: _BatchNorm) -> int:
+def layer_channels(layer: _BatchNorm) -> int:
     """The number of channels of a layer, from its tensors, else from num_features."""
     tensors = [getattr(layer, name) for name in PER_CHANNEL]
     sizes = (len(tensor) for tensor in tensors if tensor is not None and not nn.parameter.is_lazy(tensor))
@@ -117,7 +125,7 @@ def checked(tensors: Tensors, options: Options, layer: object) -> Options:
     check(tensors, options, layer)
     if not is_compiling():
         why_forced()
-        check_memory(tensors)
+        check_storage(tensors)
         check_writable("running_mean", tensors.running_mean)
         check_writable("running_var", tensors.running_var)
         check_writable("num_batches_tracked", tensors.counter)
@@ -240,9 +248,9 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
     check_device(name, tensor, x)
 
 
-def check_memory(tensors: Iterable[Tensor | None]) -> None:
+def check_storage(tensors: Iterable[Tensor | None]) -> None:
     """**Raises** RuntimeError if the memory of a plain tensor was freed."""
-    require_memory([tensor for tensor in tensors if _is_plain(tensor)])
+    require_storage([tensor for tensor in tensors if _is_plain(tensor)])
 
 
 def check_writable(name: str, buffer: Tensor | None) -> None:
@@ -251,7 +259,7 @@ def check_writable(name: str, buffer: Tensor | None) -> None:
     if buffer is None or (isinstance(buffer, Tensor) and not _is_plain(buffer)):
         return
     if not isinstance(buffer, Tensor) or buffer.dtype == torch.bool:
-        got = f"a tensor of {buffer.dtype}" if isinstance(buffer, Tensor) else in_short(buffer)
+        got = f"a tensor of {buffer.dtype}" if isinstance(buffer, Tensor) else shorten(buffer)
         raise TypeError(f"expected {name} to be a tensor of numbers, got {got}; use torch.tensor(0)")
     reasons = {
         "several of its numbers share one place in memory, as expand() makes them": overlaps_itself(buffer),
@@ -284,7 +292,7 @@ def require_two_values(num_values: Tensor | int, x: Tensor) -> None:
 
 def require_float64(x: Tensor) -> None:
     """**Raises** TypeError if the device of x has no float64, which sums over ranks and under a mask need."""
-    if not has_float64(x.device):
+    if not supports_float64(x.device):
         what = f"the sums over several ranks and under a mask are float64, which {x.device} does not have"
         raise TypeError(f"{what}; train on the CPU, or on one rank without a mask")
 
@@ -300,10 +308,10 @@ def check_device(name: str, tensor: Tensor, x: Tensor) -> None:
         raise ValueError(f"the input is on {x.device} but {name} on {tensor.device}; move one with .to(device)")
 
 
-def as_eps(eps: float) -> float:
+def validated_eps(eps: float) -> float:
     """`eps` as a float. **Raises** TypeError unless it is a number, ValueError unless it is positive and not too
     large."""
-    eps = as_float("eps", eps)
+    eps = to_float("eps", eps)
     check_eps(eps, training=True)
     return eps
 
@@ -315,7 +323,7 @@ def check_eps(eps: float, training: bool) -> None:
         raise ValueError(f"batch_norm eps must be {kind}, but got {eps}")
 
 
-def as_float(name: str, number: object) -> float:
+def to_float(name: str, number: object) -> float:
     """Return `number` as a float. **Raises** TypeError unless it is a float or an int, ValueError if it is too
     large."""
     if not isinstance(number, (float, int)):
@@ -323,4 +331,4 @@ def as_float(name: str, number: object) -> float:
     try:
         return float(number)
     except OverflowError:
-        raise ValueError(f"{name} must fit into a float, got {in_short(number)}") from None
+        raise ValueError(f"{name} must fit into a float, got {shorten(number)}") from None

@@ -32,10 +32,17 @@ from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, torc
 from syncbn.ranks.reduction import make_groups
 from syncbn.ranks.sites import layer_in_forward
 from syncbn.step import train
-from syncbn.texts import printable, warn, warn_once
-from syncbn.torch_internals.autograd import have_same_base
-from syncbn.torch_internals.state import OPERATORS, constant_in_graphs, is_compiling
-from syncbn.unconverted import ADDED, CONVERT, check_module, class_of, description, first_names, unsynchronised
+from syncbn.texts import escape_surrogates, warn, warn_once
+from syncbn.torch_internals import OPERATORS, constant_in_graphs, have_same_base, is_compiling
+from syncbn.unconverted import (
+    ADDED_ATTRIBUTES,
+    CONVERT,
+    check_module,
+    description,
+    first_names,
+    unparametrized_class,
+    unsynchronised,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 Result = TypeVar("Result")
@@ -45,7 +52,7 @@ Change: TypeAlias = tuple[nn.Module, type[nn.Module], Mapping[str, object]]
 BUILT = "these layers were built as syncbn layers and stay: build them as nn.BatchNorm1d, 2d or 3d"
 HIDES = "a forward that was set on these layers hides their class's, and they stay: delete it and revert again"
 # What a layer loses in a revert, by its option.
-LOST = {
+LOST_OPTIONS = {
     "fuse_relu": "these layers have lost their relu: put an nn.ReLU behind each",
     "channel_last": "these layers take the channels in dim 1 again",
 }
@@ -94,7 +101,7 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
             raise ValueError(f"{name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True")
         # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
         new_spec = to_spec(vars(layer).get("process_group")) if spec is None else spec
-        original = class_of(layer)
+        original = unparametrized_class(layer)
         added = {"_original_class": original, "_process_group": new_spec, "channel_last": channel_last}
         changes.append((layer, synchronised_class(original), added))
     if others:  # before any change, as a warning may be made an error
@@ -140,10 +147,10 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
     changes: list[Change] = []
     noted: dict[str, list[str]] = {}  # what to warn of, and the layers
     for name, layer in model.named_modules():
-        new_class = vars(layer).get("_original_class", class_of(layer))
+        new_class = vars(layer).get("_original_class", unparametrized_class(layer))
         if new_class is nn.SyncBatchNorm and target is not None:
             new_class = target
-        if new_class is class_of(layer):
+        if new_class is unparametrized_class(layer):
             if target is not None and isinstance(layer, SyncBatchNorm):
                 noted.setdefault(BUILT, []).append(name)
             continue
@@ -156,7 +163,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
         # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
         is_torchs = new_class is nn.SyncBatchNorm
         changes.append((layer, new_class, {"process_group": torch_group(layer._process_group)} if is_torchs else {}))
-        for option, lost in LOST.items():
+        for option, lost in LOST_OPTIONS.items():
             if vars(layer).get(option):
                 noted.setdefault(lost, []).append(name)
     if noted:
@@ -174,20 +181,20 @@ def _set_names(model: nn.Module) -> None:
     for name, layer in root.named_modules():
         path = ".".join(part for part in name.split(".") if part not in ("", "_orig_mod"))
         if path and isinstance(layer, SyncBatchNorm):
-            vars(layer)["_syncbn_name"] = type(root).__name__, printable(path)
+            vars(layer)["_syncbn_name"] = type(root).__name__, escape_surrogates(path)
 
 
 def _apply(changes: list[Change]) -> None:
-    """Replaces `class_of` each layer. A class that parametrize made above it is made again above the new class.
-    After an error all is as it was.
+    """Set the new class and attributes of each layer. A class that parametrize has put on top is made again on top of
+    the new class. After an error all layers are as they were.
 
     The layer's __setattr__ is not called, as it may refuse.
     """
     with contextlib.ExitStack() as undo:
         for layer, new_class, attributes in changes:
             undo.callback(_set, layer, type(layer), dict(vars(layer)))
-            kept = {name: value for name, value in vars(layer).items() if name not in ADDED}
-            if class_of(layer) is not type(layer):
+            kept = {name: value for name, value in vars(layer).items() if name not in ADDED_ATTRIBUTES}
+            if unparametrized_class(layer) is not type(layer):
                 class_name = f"Parametrized{new_class.__name__}"
                 new_class = make_class(type(new_class), class_name, (new_class,), dict(vars(type(layer))))
             _set(layer, new_class, {**kept, **attributes})
@@ -207,7 +214,7 @@ def _require_no_fsdp(name: str, module: nn.Module, caller: str) -> None:
         raise RuntimeError(f"{name!r} is already wrapped by fully_shard; call {caller} before fully_shard")
 
 
-OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
+SYNC_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,
     nn.BatchNorm2d: SyncBatchNorm2d,
     nn.BatchNorm3d: SyncBatchNorm3d,
@@ -225,7 +232,7 @@ PASSES_NONE = (
     "syncbn.functional.sync_batch_norm."
 )
 
-_classes = dict(OURS)  # and the classes made so far
+_classes = dict(SYNC_CLASSES)  # and the classes made so far
 
 
 def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
@@ -233,10 +240,10 @@ def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
     if original in _classes:
         return _classes[original]
     namespace = {"__doc__": original.__doc__, "__module__": original.__module__, "_syncbn_original": original}
-    ours = next((OURS[base] for base in original.__mro__ if base in OURS), SyncBatchNorm)
+    ours = next((SYNC_CLASSES[base] for base in original.__mro__ if base in SYNC_CLASSES), SyncBatchNorm)
     if issubclass(original, nn.modules.lazy.LazyModuleMixin) and original.cls_to_become is not None:
         ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)  # after the first forward
-    mixin = _Made if original.forward is nn.BatchNorm1d.forward else _KeepsForward
+    mixin = _SyncSubclass if original.forward is nn.BatchNorm1d.forward else _SyncSubclassWithForward
     _classes[original] = make_class(type(original), f"Sync{original.__name__}", (mixin, original, ours), namespace)
     return _classes[original]
 
@@ -249,7 +256,7 @@ def make_class(metaclass: type, name: str, bases: tuple[type, ...], namespace: d
     return (ABCMeta if issubclass(metaclass, ABCMeta) else type).__new__(metaclass, name, bases, namespace)
 
 
-class _Made(SyncBatchNorm):
+class _SyncSubclass(SyncBatchNorm):
     """Makes instances of a made class copyable and picklable: pickle cannot import a class made at run time."""
 
     _syncbn_original: type[nn.Module]
@@ -261,7 +268,7 @@ class _Made(SyncBatchNorm):
         return _empty_instance, (self._syncbn_original,), self.__getstate__()
 
 
-class _KeepsForward(_Made):
+class _SyncSubclassWithForward(_SyncSubclass):
     """Runs the original's forward, in which F.batch_norm normalises over all ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +302,7 @@ class BatchNormReplaced(TorchFunctionMode):
 
     saw_operators = False  # a compiled part of the forward calls them, and leaves no note on the layer
 
-    def __init__(self, layer: _Made) -> None:
+    def __init__(self, layer: _SyncSubclass) -> None:
         super().__init__()
         self.layer = layer
 
@@ -311,7 +318,7 @@ class BatchNormReplaced(TorchFunctionMode):
 
 
 def _batch_norm(
-    layer: _Made, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    layer: _SyncSubclass, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
     weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip

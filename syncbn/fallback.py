@@ -16,28 +16,36 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from syncbn.arguments import Options, Tensors, check, check_eps, checked, require_float64, require_two_values
-from syncbn.inputs import Wrap, apply_mask, can_be_unwrapped, plain, refuse_proxies, unwrap, without_gaps
+from syncbn.inputs import Wrap, apply_mask, can_be_unwrapped, make_dense, plain, refuse_proxies, unwrap
+from syncbn.kernel_cache import backward_config, forward_config
 from syncbn.kernels import reference, select
-from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS, BackwardKind, ForwardKind, Needed, Saved
-from syncbn.kernels.select import ordinary_back_end, reason_unavailable
-from syncbn.layout import Layout
-from syncbn.plan import kind_of, kind_of_backward
-from syncbn.ranks.reduction import ONE_RANK, Reduction, note_ranks, reduction_now
+from syncbn.kernels.interface import (
+    SIGNATURE_ELEMENTS,
+    TRAILER_ELEMENTS,
+    BackwardConfig,
+    ForwardConfig,
+    Layout,
+    Needed,
+    Saved,
+)
+from syncbn.kernels.select import fast_path_back_end, reason_unavailable
+from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, reduction_now
 from syncbn.ranks.report import WITH_GRAPH
-from syncbn.ranks.sites import CallsOnGroups
-from syncbn.statistics import compute_dtype, has_float64, pack, update_buffers
-from syncbn.torch_internals.autograd import is_batched_gradient, keeps_graph
-from syncbn.torch_internals.state import (
+from syncbn.ranks.sites import Caller
+from syncbn.statistics import compute_dtype, pack, supports_float64, update_buffers
+from syncbn.torch_internals import (
     constant_in_graphs,
     current_backward,
     inside_functorch,
     inside_vmap_or_forward_mode,
+    is_batched_gradient,
     is_compiling,
     is_exporting,
+    keeps_graph,
     recorded,
 )
 
-Call: TypeAlias = tuple[ForwardKind, Reduction]  # the arguments of a Function that are not tensors
+StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # the arguments of a Function that are not tensors
 # Of x, weight, bias and residual.
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -47,26 +55,26 @@ TRANSFORMED = (
 )
 
 
-def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
+def train(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, Tensor]:
     """Return y and the statistics, as `train` of step.py."""
     tensors, options, reduction, wrap = prepared(tensors, options, caller)
-    with recorded("syncbn.forward"), reduction.noting_errors():
+    with recorded("syncbn.forward"), reduction.recording_errors():
         if reduction.group is None and not tensors.has_mask():
             y, statistics = train_alone(tensors, options)
         else:
             tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
-            tensors = without_gaps(tensors, options)
+            tensors = make_dense(tensors, options)
             y, statistics = normalize(tensors, options, reduction)
             y = apply_to_output(y)
     # Compiled graphs leave updates out of a recompute; in eager mode the same operators run there and update nothing.
     updates = is_compiling() or current_backward() == -1
     buffers = tensors.running_mean, tensors.running_var, tensors.counter
     update_buffers(*buffers, statistics, options.momentum, updates)
-    note_ranks(caller, reduction)
+    record_ranks(caller, reduction)
     return wrap(y), statistics
 
 
-def prepared(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensors, Options, Reduction, Wrap]:
+def prepared(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensors, Options, Reduction, Wrap]:
     """The tensors unwrapped, the options checked, the ranks to synchronise, and what makes the output what the input
     was. **Raises** a fault in the arguments of this rank on every rank."""
     reduction = reduction_now(options.process_group, caller, tensors.input)
@@ -82,7 +90,7 @@ def prepared(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple
 
 def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple[Tensor, Tensor]:
     """y and the statistics. The tensors are plain, without gaps and mask, and all have been checked."""
-    call = kind_of(tensors, options), reduction
+    call = forward_config(tensors, options), reduction
     inputs = tensors.input, tensors.weight, tensors.bias, tensors.z, tensors.num_values
     y, statistics = apply_function(SyncBatchNormFunction, call, *inputs)
     return y, statistics
@@ -105,8 +113,8 @@ def apply_function(
     return outputs
 
 
-def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tensor | None) -> reference.BackEnd:
-    """The kernels of the fallback for `x` of this kind, in a call that takes `others` beside it.
+def fallback_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: Tensor | None) -> reference.BackEnd:
+    """The kernels of the fallback for `x` of this config, in a call that takes `others` beside it.
 
     Tensor subclasses and exported programs get torch operations; so do forward mode and vmap, for which operators have
     no rules. If there are kernels, all others get the operators, compiled graphs too: what Inductor makes of torch
@@ -123,7 +131,7 @@ def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tenso
             return reference
     elif is_transformed(x, *others):
         return reference
-    elif ordinary_back_end(kind) is None:
+    elif fast_path_back_end(config) is None:
         return reference.InParts
     from syncbn.kernels import operators  # which registers them
 
@@ -153,7 +161,7 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """((kind, reduction), x, weight, bias, residual, num_values) -> y, statistics.
+    """((config, reduction), x, weight, bias, residual, num_values) -> y, statistics.
 
     x has no gaps; the residual has its dtype, strides and shape. num_values () is n of this rank where a mask has set
     the other values to 0. The statistics of all ranks, packed as in statistics.py, are not differentiable.
@@ -163,38 +171,38 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+        call: StaticArguments, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
         num_values: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        kind, reduction = call
-        kernels = general_back_end(kind, x, weight, bias, residual).Forward(kind)
-        sums = total(kernels.forward_sums(x), reduction, "forward", num_values)
-        if num_values is not None or x.numel() <= kind.layout.sizes[1]:  # else this rank alone has two values
-            require_two_values(sums[-TRAILER_NUMBERS], x)
+        config, reduction = call
+        kernels = fallback_back_end(config, x, weight, bias, residual).Forward(config)
+        sums = sum_over_ranks(kernels.forward_sums(x), reduction, "forward", num_values)
+        if num_values is not None or x.numel() <= config.layout.sizes[1]:  # else this rank alone has two values
+            require_two_values(sums[-TRAILER_ELEMENTS], x)
         return kernels.forward_outputs((x, weight, bias, residual), sums)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        (ctx.kind, ctx.reduction), x, weight, *_ = inputs
+        (ctx.config, ctx.reduction), x, weight, *_ = inputs
         y, statistics = output
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, statistics, y if ctx.kind.masks_by_y else None)
+        ctx.save_for_backward(x, weight, statistics, y if ctx.config.masks_by_y else None)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:5]
         if is_compiling() and inside_functorch():  # Dynamo does not see what torch.func differentiates
-            needed = True, True, True, ctx.kind.has_residual
-        with ctx.reduction.noting_errors():
-            return None, *gradients(ctx.kind, dy, ctx.saved_tensors, needed, ctx.reduction), None
+            needed = True, True, True, ctx.config.has_residual
+        with ctx.reduction.recording_errors():
+            return None, *gradients(ctx.config, dy, ctx.saved_tensors, needed, ctx.reduction), None
 
 
 def gradients(
-    kind: ForwardKind, dy: Tensor | None, saved: Saved, needed: Needed, reduction: Reduction,
+    config: ForwardConfig, dy: Tensor | None, saved: Saved, needed: Needed, reduction: Reduction,
     num_values: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients for what a forward of this kind has saved, which saved_tensors_hooks may have rounded or
+    """Return the gradients for what a forward of this config has saved, which saved_tensors_hooks may have rounded or
     moved. One all_reduce, whichever gradients are needed; with a graph (create_graph=True) two.
 
     `num_values` () of this rank, if the n in the saved statistics is 1: the ranks then add up n with the sums. The
@@ -207,59 +215,61 @@ def gradients(
         dy = plain(dy)
 
     def dense(tensor: Tensor) -> Tensor:  # Dynamo makes dy contiguous in a backward that asks for its strides
-        return tensor if is_compiling() else kind.layout.dense(tensor)
+        return tensor if is_compiling() else config.layout.dense(tensor)
 
     y = None if y is None else dense(y.to(dy.dtype))
     saved = dense(x.to(dy.dtype)), weight, statistics.double().contiguous(), y
-    dy, needed_kind = dense(dy), kind_of_backward(kind, dy, weight, needed)
+    dy, needed_config = dense(dy), backward_config(config, dy, weight, needed)
     grad_x = grad_residual = None
     with recorded("syncbn.backward"):
         if torch.is_grad_enabled():  # the saved statistics are constants to autograd
-            grad_x, grad_weight, grad_bias, grad_residual = _with_graph(kind, needed_kind, dy, saved, reduction)
+            grad_x, grad_weight, grad_bias, grad_residual = _with_graph(config, needed_config, dy, saved, reduction)
         else:
-            kernels = general_back_end(needed_kind, *saved, dy).Backward(needed_kind)
+            kernels = fallback_back_end(needed_config, *saved, dy).Backward(needed_config)
             sums, grad_weight, grad_bias = kernels.backward_sums(dy, saved)
-            sums = total(sums, reduction, "backward", num_values)
+            sums = sum_over_ranks(sums, reduction, "backward", num_values)
             if num_values is not None:
-                sums = sums / sums[-TRAILER_NUMBERS].clamp(min=1)
+                sums = sums / sums[-TRAILER_ELEMENTS].clamp(min=1)
             if not (is_compiling() or keeps_graph()):
                 reduction.forward_total = None
-            if needed_kind.needs_x or needed_kind.needs_residual:
+            if needed_config.needs_x or needed_config.needs_residual:
                 grad_x, grad_residual = kernels.backward_outputs(dy, saved, sums)
     return grad_x, grad_weight, grad_bias, grad_residual if y is not None else passed_dy
 
 
-def _with_graph(forward: ForwardKind, kind: BackwardKind, dy: Tensor, saved: Saved, reduction: Reduction) -> Gradients:
+def _with_graph(
+    forward: ForwardConfig, config: BackwardConfig, dy: Tensor, saved: Saved, reduction: Reduction
+) -> Gradients:
     """The gradients as a graph. Mean and variance are computed again from x, with their all_reduce as part of the
     graph: two all_reduces in all.
 
     The first has a pass name of its own: a rank without create_graph issues only the second.
     """
     x, weight, statistics, y = saved
-    kernels, num_values = reference.Forward(forward), statistics[3 * kind.layout.sizes[1]].clamp(min=1)
-    fold = kind.layout.fold
-    sums = total(kernels.forward_sums(x), reduction, WITH_GRAPH)
-    mean, mean_square = (sums[:-TRAILER_NUMBERS] / num_values).chunk(2)
+    kernels, num_values = reference.Forward(forward), statistics[3 * config.layout.sizes[1]].clamp(min=1)
+    fold = config.layout.fold
+    sums = sum_over_ranks(kernels.forward_sums(x), reduction, WITH_GRAPH)
+    mean, mean_square = (sums[:-TRAILER_ELEMENTS] / num_values).chunk(2)
     xmu = reference.minus_mean(fold(x), mean)
     invstd = ((mean_square - mean.square()).clamp(min=0) + forward.eps).rsqrt()
-    dy = reference.through_relu(kind, fold(dy), fold(x), None if y is None else fold(y), statistics)
+    dy = reference.through_relu(config, fold(dy), fold(x), None if y is None else fold(y), statistics)
     wide_dy = dy.double()
     sum_dy, sum_dy_xmu = reference.channel_sums(wide_dy), reference.channel_sums(wide_dy * xmu)
-    sums = total(torch.cat((sum_dy, sum_dy_xmu, sum_dy.new_zeros(TRAILER_NUMBERS))), reduction, "backward")
-    mean_dy, mean_dy_xmu = (sums[:-TRAILER_NUMBERS] / num_values).chunk(2)
+    sums = sum_over_ranks(torch.cat((sum_dy, sum_dy_xmu, sum_dy.new_zeros(TRAILER_ELEMENTS))), reduction, "backward")
+    mean_dy, mean_dy_xmu = (sums[:-TRAILER_ELEMENTS] / num_values).chunk(2)
     scale = invstd if weight is None else invstd * weight.double()
     wide_grad_x = (wide_dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
-    grad_x, grad_residual = (kind.layout.unfold(wide, x.shape).to(x.dtype) for wide in (wide_grad_x, wide_dy))
-    weight_dtype, bias_dtype = kind.grad_weight_dtype, kind.grad_bias_dtype
+    grad_x, grad_residual = (config.layout.unfold(wide, x.shape).to(x.dtype) for wide in (wide_grad_x, wide_dy))
+    weight_dtype, bias_dtype = config.grad_weight_dtype, config.grad_bias_dtype
     return (
-        grad_x if kind.needs_x else None,
+        grad_x if config.needs_x else None,
         None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype),
         None if bias_dtype is None else sum_dy.to(bias_dtype),
-        grad_residual if kind.needs_residual else None,
+        grad_residual if config.needs_residual else None,
     )
 
 
-def total(sums: Tensor, reduction: Reduction, pass_name: str, num_values: Tensor | None = None) -> Tensor:
+def sum_over_ranks(sums: Tensor, reduction: Reduction, pass_name: str, num_values: Tensor | None = None) -> Tensor:
     """Return the totals over the ranks of float64 `sums` with a trailer, by one all_reduce, which may overwrite them;
     with `num_values` () in the place of n unless it is None.
 
@@ -267,23 +277,23 @@ def total(sums: Tensor, reduction: Reduction, pass_name: str, num_values: Tensor
     is a sum over the ranks, too, by one all_reduce. **Raises** RuntimeError inside vmap and forward mode.
     """
     if num_values is not None:
-        trailer = -TRAILER_NUMBERS
+        trailer = -TRAILER_ELEMENTS
         sums = torch.cat((sums[:trailer], num_values.double().view(1), sums[trailer + 1 :]))
     if reduction.group is not None and is_transformed(sums):
         raise RuntimeError(TRANSFORMED)
     if reduction.group is None or is_compiling() or not torch.is_grad_enabled():
-        return reduction.total(sums, pass_name)
-    result = _Total.apply(sums[:-SIGNATURE_NUMBERS], reduction, pass_name)  # type: ignore[no-untyped-call]
+        return reduction.sign_and_all_reduce(sums, pass_name)
+    result = _SumOverRanks.apply(sums[:-SIGNATURE_ELEMENTS], reduction, pass_name)  # type: ignore[no-untyped-call]
     n = result[-1:].detach()
-    return torch.cat((result[:-1], n, sums.new_zeros(SIGNATURE_NUMBERS)))
+    return torch.cat((result[:-1], n, sums.new_zeros(SIGNATURE_ELEMENTS)))
 
 
-class _Total(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     """(sums and n, reduction, pass_name) -> their totals. In derivative passes 0 stands in the place of n."""
 
     @staticmethod
     def forward(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
-        return reduction.total(F.pad(sums, (0, SIGNATURE_NUMBERS)), pass_name)[:-SIGNATURE_NUMBERS]
+        return reduction.sign_and_all_reduce(F.pad(sums, (0, SIGNATURE_ELEMENTS)), pass_name)[:-SIGNATURE_ELEMENTS]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -292,7 +302,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None]:
         pass_name = f"derivative of {ctx.pass_name}"
-        return _Total.apply(grad_total, ctx.reduction, pass_name), None, None  # type: ignore[no-untyped-call]
+        return _SumOverRanks.apply(grad_total, ctx.reduction, pass_name), None, None  # type: ignore[no-untyped-call]
 
 
 def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tensor:
@@ -303,7 +313,7 @@ def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tenso
     tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
     if is_masked_batch:  # it normalises by the values that count in this batch
         check_eps(options.eps, training=True)
-        return wrap(apply_to_output(normalize(without_gaps(tensors, options), options, ONE_RANK)[0]))
+        return wrap(apply_to_output(normalize(make_dense(tensors, options), options, ONE_RANK)[0]))
     mean, var = tensors.running_mean, tensors.running_var
     return wrap(apply_to_output(_by_torch(tensors, options, mean, var, training=mean is None)))
 
@@ -315,7 +325,7 @@ def train_alone(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     # With a momentum of 1, F.batch_norm replaces these running statistics by those of the batch.
     mean, var = (x.new_zeros(x.shape[options.channel_dim], dtype=compute_dtype(x.dtype)) for _ in range(2))
     y = _by_torch(tensors, options, mean, var, training=True)
-    if has_float64(x.device):  # `to_sums` in float32 would lose the variance beside a large mean.
+    if supports_float64(x.device):  # `to_sums` in float32 would lose the variance beside a large mean.
         mean, var = mean.to(torch.float64), var.to(torch.float64)
     n = mean.new_full((1,), x.numel() // max(1, len(mean)))
     var = var * ((n - 1) / n.clamp(min=1))
@@ -367,14 +377,18 @@ def raise_on_all_ranks(
     """
     refuse_proxies(tensors)
     num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
-    if not reduction.is_read or num_channels is None or not (device.type == "cpu" or select.looks_at_totals(device)):
-        reduction.note_error(error)
+    if (
+        not reduction.reads_trailer
+        or num_channels is None
+        or not (device.type == "cpu" or select.looks_at_totals(device))
+    ):
+        reduction.record_error(error)
         raise error  # no rank would read the NaN
-    sums = torch.zeros(2 * num_channels + TRAILER_NUMBERS, dtype=torch.float64, device=device)
-    sums[-TRAILER_NUMBERS] = math.nan
+    sums = torch.zeros(2 * num_channels + TRAILER_ELEMENTS, dtype=torch.float64, device=device)
+    sums[-TRAILER_ELEMENTS] = math.nan
     try:
-        with reduction.noting_errors():
-            reduction.total(sums, pass_name, error)
+        with reduction.recording_errors():
+            reduction.sign_and_all_reduce(sums, pass_name, error)
         raise AssertionError("internal error: no rank reported the bad argument") from error
     finally:  # The traceback of the error has this frame: a cycle would keep the process group.
         del error

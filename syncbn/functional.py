@@ -1,23 +1,36 @@
 """Offers the functional forms: batch norm, its statistics, and its backward."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from syncbn.arguments import Options, Tensors, check_channels, check_input, check_like_input, check_memory
-from syncbn.fallback import evaluate, gradients, raise_on_all_ranks
-from syncbn.kernels.interface import ForwardKind
+from syncbn.arguments import Options, Tensors, check_channels, check_input, check_like_input, check_storage
+from syncbn.fallback import (
+    StaticArguments,
+    apply_function,
+    evaluate,
+    fallback_back_end,
+    gradients,
+    prepared,
+    raise_on_all_ranks,
+    sum_over_ranks,
+)
+from syncbn.inputs import apply_mask, make_dense
+from syncbn.kernel_cache import forward_config
+from syncbn.kernels.interface import TRAILER_ELEMENTS, ForwardConfig, Layout
+from syncbn.kernels.reference import minus_mean
 from syncbn.kernels.select import why_forced
-from syncbn.layout import Layout
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
-from syncbn.ranks.reduction import ONE_RANK, Reduction, reduction_now
-from syncbn.ranks.sites import Caller
-from syncbn.running_stats import sync_batch_stats as sync_batch_stats
+from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, reduction_now
+from syncbn.ranks.sites import FunctionCaller
 from syncbn.statistics import compute_dtype, pack
 from syncbn.step import train
-from syncbn.torch_internals.state import is_compiling
+from syncbn.torch_internals import is_compiling, keeps_graph, recorded
 
-_SYNC_BATCH_NORM = Caller("sync_batch_norm")
-_BATCH_NORM_BACKWARD = Caller("batch_norm_backward")
+_SYNC_BATCH_NORM = FunctionCaller("sync_batch_norm")
+_BATCH_NORM_BACKWARD = FunctionCaller("batch_norm_backward")
+_SYNC_BATCH_STATS = FunctionCaller("sync_batch_stats", needs_two_values=False)
 
 
 def sync_batch_norm(
@@ -152,13 +165,13 @@ def batch_norm_backward(
         per_channel = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
         check_channels(input, channel_dim, None, per_channel)
         if not is_compiling():
-            check_memory((grad_output, input, *per_channel.values()))
+            check_storage((grad_output, input, *per_channel.values()))
         why_forced()
     except Exception as error:  # of any class: a subclass of Tensor may raise it
         tensors = Tensors(input, weight=weight, running_mean=mean, running_var=invstd)
         raise_on_all_ranks(error, tensors, Options(channel_dim=channel_dim), reduction, "backward")
 
-    with torch.no_grad(), reduction.noting_errors():
+    with torch.no_grad(), reduction.recording_errors():
         layout = Layout.of(input, channel_dim)
         if weight is None:
             weight = torch.ones_like(mean, dtype=compute_dtype(input.dtype))
@@ -166,13 +179,104 @@ def batch_norm_backward(
         num_values = mean.new_full((), layout.sizes[0] * layout.sizes[2])
         # The var is unused, and n is 1 until the ranks have added it up.
         statistics = pack(mean, torch.zeros_like(mean), invstd, mean.new_ones(1))
-        kind = ForwardKind(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
+        config = ForwardConfig(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
         needed = needs_input and training, needs_weight, needs_bias, False
         saved = input, weight, statistics, None
         grad_input, grad_weight, grad_bias, _ = gradients(
-            kind, grad_output.to(input.dtype), saved, needed, reduction, num_values
+            config, grad_output.to(input.dtype), saved, needed, reduction, num_values
         )
         if needs_input and not training:
             scale = (invstd * weight.double()).to(compute_dtype(input.dtype))[:, None]
             grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)
     return grad_input, grad_weight, grad_bias
+
+
+def sync_batch_stats(
+    input: Tensor, process_group: ProcessGroupLike = None, *, channel_dim: int = 1, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""The mean, the biased variance and the number of values of each channel, over all ranks of a process group.
+
+        forward   n = sum_r n_r      mean = sum_r sum x / n      var = max(0, sum_r sum x^2 / n - mean^2)
+        backward  grad_input = (sum_r dmean_r + 2 * (x - mean) * sum_r dvar_r) / n
+
+    For losses and layers that need the batch's statistics themselves. All ranks get the same numbers, bit by bit. They
+    are differentiable as often as one likes; each derivative is that of the sum of the ranks' losses. So where every
+    rank computes the same loss from them, divide that by the number of ranks, unless DistributedDataParallel averages
+    the gradients.
+
+    Issues one all_reduce of 8 * (2C + 4) bytes in forward and one in backward, also with create_graph=True; none with
+    one rank or without a process group. Every rank of the group must make the same calls in the same order, and so the
+    same backwards: `requires_grad` of the input must agree on all ranks.
+
+    Args:
+        input: as in `functional.sync_batch_norm`; a rank may have no values.
+        process_group, channel_dim, mask: as in `functional.sync_batch_norm`.
+
+    Returns:
+        (mean, var, count): mean and var (C,), float32, or float64 for float64 input; 0 where no rank has a value.
+        count (), int64, the number n of values of a channel, without a gradient. The unbiased variance is
+        var * count / (count - 1). All are plain tensors.
+
+    Raises:
+        RuntimeError: as `functional.sync_batch_norm`.
+        ValueError, TypeError: a bad argument. In eager mode every rank raises, the others (on a GPU at a later call) an
+            error with the faulty ranks' numbers, as long as the input has a dim `channel_dim`.
+
+    >>> mean, var, count = sync_batch_stats(torch.tensor([[1.0, 10.0], [3.0, 30.0]]))  # (N, C) on the only rank
+    >>> mean, var, count
+    (tensor([ 2., 20.]), tensor([  1., 100.]), tensor(2))
+    """
+    options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
+    tensors, options, reduction, _ = prepared(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
+    with recorded("syncbn.forward"), reduction.recording_errors():
+        tensors = make_dense(apply_mask(tensors, channel_dim)[0], options)
+        x = tensors.input
+        (sums,) = apply_function(_Sums, (forward_config(tensors, options), reduction), x, tensors.num_values)
+    record_ranks(_SYNC_BATCH_STATS, reduction)
+    count = sums[-TRAILER_ELEMENTS].detach()
+    mean, mean_square = (sums[:-TRAILER_ELEMENTS] / count.clamp(min=1)).chunk(2)
+    var = mean_square - mean.square()
+    var = var + (var.clamp(min=0) - var).detach()  # the clamp must not stop the gradients of a constant channel
+    mean, var = (values.to(compute_dtype(x.dtype)) for values in (mean, var))
+    return mean, var, count.to(torch.int64)
+
+
+class _Sums(torch.autograd.Function):
+    """((config, reduction), x, num_values) -> the sums over all ranks, packed as in statistics.py.
+
+    The arguments are those of fallback.SyncBatchNormFunction. Saved for backward: x and the sums. Collectives: one
+    all_reduce each way. The gradient is d sum + 2 x d sum of squares; x is taken as center + (x - center), by any
+    constant center, so that second derivatives need no other.
+    """
+
+    @staticmethod
+    def forward(call: StaticArguments, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
+        config, reduction = call
+        sums = fallback_back_end(config, x).Forward(config).forward_sums(x)
+        return (sum_over_ranks(sums, reduction, "forward", num_values),)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:
+        (ctx.config, ctx.reduction), x, _ = inputs
+        ctx.save_for_backward(x, *output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_sums: Tensor) -> tuple[None, Tensor, None]:
+        num_channels = ctx.config.layout.sizes[1]
+        with recorded("syncbn.backward"), ctx.reduction.recording_errors():
+            x, sums = ctx.saved_tensors
+            center = sums.detach()[:num_channels] / sums[-TRAILER_ELEMENTS].detach().clamp(min=1)
+            grad_sum, grad_square = sum_over_ranks(grad_sums, ctx.reduction, "backward")[:-TRAILER_ELEMENTS].chunk(2)
+            at_center, slope = grad_sum + 2 * grad_square * center, 2 * grad_square
+            if torch.is_grad_enabled():
+                layout = ctx.config.layout
+                wide_grad_x = at_center[:, None] + slope[:, None] * minus_mean(layout.fold(x), center)
+                return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None
+            if not (is_compiling() or keeps_graph()):
+                ctx.reduction.forward_total = None
+            # The same as the output of a batch norm: sums of squares 0 and eps 1 make the variance 0 and invstd 1.
+            config = ctx.config._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
+            x = config.layout.dense(x.to(config.dtype))  # saved_tensors_hooks may have rounded or moved it
+            sums = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_ELEMENTS)))
+            inputs = x, slope, at_center, None
+            return None, fallback_back_end(config, x, slope).Forward(config).forward_outputs(inputs, sums)[0], None

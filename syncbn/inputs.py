@@ -22,9 +22,8 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.overrides import handle_torch_function, has_torch_function
 
 from syncbn.arguments import CHECKS_OF_DIMS, SUPPORTED_DTYPES, Options, Tensors, check_mask, check_saved
-from syncbn.layout import Layout
-from syncbn.torch_internals.autograd import require_memory
-from syncbn.torch_internals.state import PLAIN_OR_NONE, has_forward_hooks, is_compiling
+from syncbn.kernels.interface import Layout
+from syncbn.torch_internals import PLAIN_OR_NONE, has_forward_hooks, is_compiling, require_storage
 
 Wrap: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -46,7 +45,7 @@ def unwrap_and_mask(tensors: Tensors, options: Options) -> tuple[Tensors, Option
     if tensors.mask is None:
         return tensors, options, wrap
     check_saved(tensors)  # a plan does not check the mask
-    require_memory([tensor for tensor in tensors if tensor is not None])
+    require_storage([tensor for tensor in tensors if tensor is not None])
     tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
     return tensors, options, lambda output: wrap(apply_to_output(output))
 
@@ -107,7 +106,7 @@ def expanded_mask(mask: Tensor, x: Tensor, channel_dim: int) -> Tensor:
     return mask.unsqueeze(channel_dim % x.ndim).expand(shape)
 
 
-def without_gaps(tensors: Tensors, options: Options) -> Tensors:
+def make_dense(tensors: Tensors, options: Options) -> Tensors:
     """The tensors with x and z in one layout without gaps, z in the dtype of x if it is of floats."""
     x, z = tensors.input, tensors.z
     if not is_compiling():  # where it would only add an operator to the graph

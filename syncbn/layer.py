@@ -1,6 +1,7 @@
-"""Defines the layer: parameters and buffers of nn.BatchNorm, statistics of all ranks."""
+"""Defines the layer, with the parameters and buffers of nn.BatchNorm, and `accumulate_running_stats`."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from numbers import Integral
 from operator import is_
 from typing import Any, Self
@@ -11,15 +12,16 @@ from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import inputs
-from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_eps, as_float
-from syncbn.fallback import evaluate
+from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, to_float, validated_eps
+from syncbn.fallback import evaluate, prepared, raise_on_all_ranks
 from syncbn.ranks import groups
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
 from syncbn.ranks.reduction import make_groups
 from syncbn.ranks.sites import Site
+from syncbn.statistics import from_sums, to_sums, update_buffers
 from syncbn.step import train
-from syncbn.texts import quoted
-from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
+from syncbn.texts import quote_path
+from syncbn.torch_internals import PLAIN_CLASSES, current_backward, is_compiling
 
 NOT_KNOWN = 0  # in place of the number of ranks: a step in eager mode has not noted it
 
@@ -89,8 +91,8 @@ class SyncBatchNorm(_BatchNorm):
         if not isinstance(num_features, Integral) or num_features < 1:
             raise ValueError(f"num_features must be a positive int, got {num_features!r}")
         if momentum is not None and not isinstance(momentum, Tensor):
-            momentum = as_float("momentum", momentum)
-        super().__init__(num_features, as_eps(eps), momentum, affine, track_running_stats, device, dtype)
+            momentum = to_float("momentum", momentum)
+        super().__init__(num_features, validated_eps(eps), momentum, affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
         self.process_group = process_group
@@ -229,9 +231,86 @@ def add_name(error: Exception, layer: SyncBatchNorm) -> None:
     if is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
         return
     _, path = layer._syncbn_name or ("", "")
-    name = quoted(path) or type(layer).__name__
+    name = quote_path(path) or type(layer).__name__
     text = str(error)  # one that begins with syncbn's name has the layers of all ranks
     if not text.startswith("syncbn: ") and not any(
         f"{name}{after}" in text for after in (" forward", " backward", ":")
     ):
         error.args = (f"{name}: {error}",)
+
+
+@contextlib.contextmanager
+def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
+    """Within, the running statistics take all batches as one, in gradient accumulation: k micro-batches x W ranks.
+
+        optimizer.zero_grad()
+        with syncbn.accumulate_running_stats(model):
+            for images, labels in micro_batches:
+                (criterion(model(images), labels) / len(micro_batches)).backward()
+        optimizer.step()
+
+    Each micro-batch is normalised by its own statistics, as its gradients go back before the next comes. At the end of
+    the block running = (1 - momentum) * running + momentum * statistic happens once, with mean and unbiased variance of
+    all values that the layer has seen in the block on all ranks of its group, and num_batches_tracked counts 1. The
+    micro-batches may differ in size, between ranks too. Issues no further collective.
+
+    Args:
+        model: the one that is trained; its synchronised layers take part, unless they are in evaluation mode or have no
+            running statistics.
+
+    Raises:
+        ValueError: there is no synchronised layer, or a layer is lazy still; in a forward, on every rank, that a
+            subclass gives F.batch_norm other running statistics than the layer's running_mean and running_var.
+        RuntimeError: inside another such block; torch.compile with fullgraph=True. (Other compiled modules break their
+            graphs at the layers inside the block.)
+
+    After an exception in the block running statistics and counters are what they were before the block.
+    """
+    pools: dict[SyncBatchNorm, _Pool] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, SyncBatchNorm) and layer.track_running_stats and layer.running_mean is not None:
+            if nn.parameter.is_lazy(layer.running_mean):
+                raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward before")
+            if layer._train_and_pool is not None:
+                raise RuntimeError("accumulate_running_stats cannot run inside another accumulate_running_stats")
+            pools[layer] = _Pool()
+    if not pools:
+        raise ValueError("no synchronised layer with running statistics: call syncbn.convert_syncbn_model(model)")
+    with contextlib.ExitStack() as undo:
+        for layer, pool in pools.items():
+            vars(layer)["_train_and_pool"] = pool.train
+            undo.callback(vars(layer).pop, "_train_and_pool")
+            if layer.num_batches_tracked is not None:  # which the forward of a subclass may count up itself
+                undo.callback(layer.num_batches_tracked.copy_, layer.num_batches_tracked.clone())
+        yield
+    for layer, pool in pools.items():
+        if pool.sums is not None:
+            buffers = layer.running_mean, layer.running_var, layer.num_batches_tracked
+            update_buffers(*buffers, from_sums(pool.sums, eps=1.0), layer.momentum)  # the invstd is unused
+
+
+class _Pool:
+    """The float64 sums S, Q and n of all batches of a layer, (2C + 1,); None before the first batch."""
+
+    sums: Tensor | None = None
+
+    def train(self, tensors: Tensors, options: Options, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
+        """Train the layer, and add the statistics to the pool instead of moving the running statistics. A forward that
+        activation checkpointing recomputes adds nothing."""
+        running_mean = tensors.running_mean
+        if running_mean is None:
+            return train(tensors, options, layer)
+        if is_compiling():  # the graph breaks here
+            raise RuntimeError("compiled graphs cannot collect running statistics; compile without fullgraph=True")
+        if running_mean is not layer.running_mean or tensors.running_var is not layer.running_var:
+            what = (
+                "its forward passes F.batch_norm other running statistics than the layer's running_mean and running_var"
+            )
+            error = ValueError(f"{what}, which cannot be pooled; let it pass these")
+            tensors, options, reduction, _ = prepared(tensors, options, layer)
+            raise_on_all_ranks(error, tensors, options, reduction, "forward")
+        y, statistics = train(tensors.without_running_stats(), options, layer)
+        if current_backward() == -1:
+            sums = to_sums(statistics.detach(), len(running_mean))
+            self.sums = sums if self.sums is None else self.sums + sums
+        return y, statistics

@@ -12,15 +12,21 @@ All tensors here have that size, so the cost does not depend on the batch. Knows
 import torch
 from torch import Tensor
 
-from syncbn.torch_internals.autograd import copy_together
-from syncbn.torch_internals.state import constant_in_graphs, inside_functorch, inside_vmap, is_compiling, is_exporting
+from syncbn.torch_internals import (
+    constant_in_graphs,
+    copy_together,
+    inside_functorch,
+    inside_vmap,
+    is_compiling,
+    is_exporting,
+)
 
-TIMES_N = 4  # that n stands in the statistics
+N_COPIES = 4  # that n stands in the statistics
 HAVE_FLOAT64 = "cpu", "cuda"  # Device types that are known to have float64.
 
 
 @constant_in_graphs
-def has_float64(device: torch.device) -> bool:
+def supports_float64(device: torch.device) -> bool:
     """Whether the device has float64: Apple's MPS and some of Intel's GPUs do not."""
     if device.type in HAVE_FLOAT64:
         return True
@@ -56,7 +62,7 @@ def to_sums(statistics: Tensor, num_channels: int) -> Tensor:
 
 def pack(mean: Tensor, var: Tensor, invstd: Tensor, num_values: Tensor) -> Tensor:
     """The inverse of unpack."""
-    return torch.cat((mean, var, invstd, *[num_values] * TIMES_N))
+    return torch.cat((mean, var, invstd, *[num_values] * N_COPIES))
 
 
 def unpack(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -67,7 +73,7 @@ def unpack(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tenso
 
 def num_statistics(num_channels: int, relu: bool) -> int:
     """The number of packed statistics; `relu`: with the scale and shift of a relu without residual."""
-    return (5 if relu else 3) * num_channels + TIMES_N
+    return (5 if relu else 3) * num_channels + N_COPIES
 
 
 def unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,23 +23,22 @@ from torch import Tensor
 
 from syncbn import fallback
 from syncbn.arguments import Options, Tensors, require_two_values
-from syncbn.inputs import Wrap, unwrap_and_mask, without_gaps
+from syncbn.inputs import Wrap, make_dense, unwrap_and_mask
+from syncbn.kernel_cache import backward_cache, forward_cache
 from syncbn.kernels.interface import ForwardKernels
-from syncbn.plan import backward_cache, forward_cache
 from syncbn.ranks.reduction import Reduction, reduction_of
-from syncbn.ranks.sites import CallsOnGroups
-from syncbn.torch_internals.autograd import direct_apply, keeps_graph
-from syncbn.torch_internals.state import PLAIN_OR_NONE, current_backward, recorded, runs_plainly
+from syncbn.ranks.sites import Caller
+from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, keeps_graph, recorded
 
 
-def train(tensors: Tensors, options: Options, caller: CallsOnGroups, in_range: bool = False) -> tuple[Tensor, Tensor]:
-    """Return y, and the statistics of all ranks, packed as in statistics.py. `caller` is a layer or a `Caller`.
+def train(tensors: Tensors, options: Options, caller: Caller, in_range: bool = False) -> tuple[Tensor, Tensor]:
+    """Return y, and the statistics of all ranks, packed as in statistics.py. `caller` is a layer or a `FunctionCaller`.
 
     The running statistics are updated, and the counter counts. `in_range`: the range of a profiler is open. **Raises**
     an error in the arguments of any rank on every rank, see `raise_on_all_ranks`.
     """
-    if not (in_range or runs_plainly()):
-        if not runs_plainly(tensors.input):
+    if not (in_range or is_eager()):
+        if not is_eager(tensors.input):
             return fallback.train(tensors, options, caller)
         with recorded("syncbn.forward"):
             return train(tensors, options, caller, in_range=True)
@@ -49,9 +48,9 @@ def train(tensors: Tensors, options: Options, caller: CallsOnGroups, in_range: b
     try:
         if tensors.mask is not None or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
             tensors, options, wrap = unwrap_and_mask(tensors, options)
-        kernels, needs_copy = forward_cache.get(options.plan_key, tensors, options) or (None, False)
+        kernels, needs_copy = forward_cache.get(options.cache_key, tensors, options) or (None, False)
         if needs_copy:
-            tensors = without_gaps(tensors, options)
+            tensors = make_dense(tensors, options)
     except Exception:  # A bad argument may raise anything here. The fallback raises its error on all ranks.
         kernels = None
     if kernels is None:
@@ -62,20 +61,20 @@ def train(tensors: Tensors, options: Options, caller: CallsOnGroups, in_range: b
     reduction = reduction_of(options.process_group, caller, x.dtype)
     is_complete = reduction.group is None and num_values is None  # nothing is added to the sums of this rank
     kernels = kernels.for_single_rank if is_complete else kernels
-    outer, num_channels, inner = kernels.kind.layout.sizes
+    outer, num_channels, inner = kernels.config.layout.sizes
     try:
-        mailbox = reduction.mailbox("forward", x.device) if x.is_cuda else None
-        sums = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], mailbox)
+        status_words = reduction.status_words("forward", x.device) if x.is_cuda else None
+        sums = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], status_words)
         if num_values is not None:  # a mask has set the other values to 0; n follows sum x and sum x^2
             sums[2 * num_channels] = num_values
     except Exception as error:  # of whatever class, as kernels may be compiled here
         fallback.raise_on_all_ranks(error, tensors, options, reduction, "forward")
-    total = reduction.all_reduce(sums, "forward", mailbox)
+    total = reduction.all_reduce(sums, "forward", status_words)
     if outer * inner < 2 or num_values is not None:  # else this rank alone has two values
         require_two_values(outer * inner if is_complete else total[2 * num_channels], x)
     momentum: Any = options.momentum  # not a tensor: a tensor has no kernels
     buffers = running_mean, running_var, counter
-    y, statistics, is_finite = kernels.forward_outputs((x, weight, bias, z), total, buffers, momentum, mailbox)
+    y, statistics, is_finite = kernels.forward_outputs((x, weight, bias, z), total, buffers, momentum, status_words)
     if not is_finite:
         reduction.warn_unless_finite(kernels.forward_sums(x))  # again, as an all_reduce may have overwritten them
     if caller._synchronised_ranks != reduction.num_ranks:
@@ -100,34 +99,34 @@ class _Step(torch.autograd.Function):
         computed: tuple[Tensor, Tensor, ForwardKernels, Reduction],
     ) -> Tensor:  # fmt: skip
         y, statistics, ctx.kernels, ctx.reduction = computed
-        masks_by_y = residual is not None and ctx.kernels.kind.relu
+        masks_by_y = residual is not None and ctx.kernels.config.relu
         ctx.save_for_backward(x, weight, statistics, y if masks_by_y else None)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        reduction, forward, kernels = ctx.reduction, ctx.kernels.kind, None
+        reduction, forward, kernels = ctx.reduction, ctx.kernels.config, None
         needed = _, _, _, needs_residual = ctx.needs_input_grad[:4]
         try:
             x, _, _, y = saved = ctx.saved_tensors  # calls hooks of users and activation checkpointing
             # A profiler shows the range of this node, _StepBackward.
-            if runs_plainly(dy) and not torch.is_grad_enabled():
+            if is_eager(dy) and not torch.is_grad_enabled():
                 if dy.stride() != x.stride():
                     dy = forward.layout.dense(dy)
                 kernels = backward_cache.get((ctx.kernels, needed), (dy, *saved), forward, needed)
             if kernels is None:
                 return *fallback.gradients(forward, dy, saved, needed, reduction), None
 
-            mailbox = reduction.mailbox("backward", x.device) if x.is_cuda else None
+            status_words = reduction.status_words("backward", x.device) if x.is_cuda else None
             signature = reduction.signatures["backward", x.dtype]
             sums, *of_parameters = kernels.backward_sums(dy, saved, signature, reduction.forward_total)
         except Exception as error:
-            reduction.note_error(error)
+            reduction.record_error(error)
             raise
-        total = reduction.all_reduce(sums, "backward", mailbox)
+        total = reduction.all_reduce(sums, "backward", status_words)
         if reduction.forward_total is not None and not keeps_graph():
             reduction.forward_total = None
-        grad_x, grad_residual = kernels.backward_outputs(dy, saved, total, mailbox)
+        grad_x, grad_residual = kernels.backward_outputs(dy, saved, total, status_words)
         return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None
 
 

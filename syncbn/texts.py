@@ -15,62 +15,62 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 ONE_VALUE_PER_CHANNEL = "Expected more than 1 value per channel when training, got 1 over all ranks"
-SHOWN_CHARACTERS = 60  # of a value in an error
+MAX_REPR_LENGTH = 60  # of a value in an error
 LIBRARIES = {"torch", "syncbn", *sys.stdlib_module_names}
 
 
-def printable(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """The text with surrogates escaped: UTF-8 has none. (Python puts them into file names that are not UTF-8.)"""
     return text.encode(errors="backslashreplace").decode()
 
 
-def quoted(path: str) -> str:
+def quote_path(path: str) -> str:
     """The path of a layer, or `layer '1'` for one that would read as a number."""
     return f"layer '{path}'" if path.replace(".", "").isdecimal() else path
 
 
-def in_words(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """The class and the text, as in the last line of a traceback, also if the exception's __str__ raises."""
-    return printable("".join(traceback.format_exception_only(error)).strip())
+    return escape_surrogates("".join(traceback.format_exception_only(error)).strip())
 
 
-def in_short(value: object) -> str:
+def shorten(value: object) -> str:
     """repr(value), shortened."""
     try:
         text = repr(value)
     except ValueError:  # an int of more than 4,300 digits
         text = f"a large {type(value).__name__}"
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+    return text if len(text) <= MAX_REPR_LENGTH else f"{text[:MAX_REPR_LENGTH]}..."
 
 
-def settings_of(caller: object) -> dict[str, str]:
+def layer_settings(caller: object) -> dict[str, str]:
     """The settings of a layer that must be the same on all ranks; a function has none."""
     if not isinstance(caller, _BatchNorm):
         return {}
     names = "channel_last", "fuse_relu", "track_running_stats"
     flags = {name: str(bool(getattr(caller, name, False))) for name in names}
-    return {"eps": _number_in_words(caller.eps), "momentum": _number_in_words(caller.momentum)} | flags
+    return {"eps": _format_number(caller.eps), "momentum": _format_number(caller.momentum)} | flags
 
 
-def _number_in_words(setting: object) -> str:
+def _format_number(setting: object) -> str:
     """The same for equal numbers of all classes, and for all tensors."""
     if isinstance(setting, Tensor):
         return "a tensor"
     if isinstance(setting, numbers.Real):
         with contextlib.suppress(OverflowError):
             return repr(float(setting))
-    return in_short(setting)
+    return shorten(setting)
 
 
-def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
+def format_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
     """A line for each text that is not empty, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
     lines: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         lines.setdefault(text, []).append(rank)
-    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in lines.items() if text)
+    return "\n".join(f"{format_ranks(ranks)}: {text}" for text, ranks in lines.items() if text)
 
 
-def ranks_in_words(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """ranks 0-2, 5."""
     index = itertools.count()  # in a run of consecutive ranks, rank - index is constant
     runs = [[*run] for _, run in itertools.groupby(ranks, lambda rank: rank - next(index))]
@@ -78,7 +78,7 @@ def ranks_in_words(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
-def frame_in(module: str) -> FrameType | None:
+def find_frame(module: str) -> FrameType | None:
     """The innermost frame of this call that runs code of this module, or None. Reads no local variables: Python 3.11
     and 3.12 would keep their values alive as long as the function runs."""
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))

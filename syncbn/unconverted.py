@@ -14,16 +14,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import kernels
-from syncbn.arguments import num_channels_of
-from syncbn.kernels.interface import TRAILER_NUMBERS
+from syncbn.arguments import layer_channels
+from syncbn.kernels.interface import TRAILER_ELEMENTS
 from syncbn.layer import NOT_KNOWN, SyncBatchNorm
 from syncbn.ranks import groups
-from syncbn.texts import quoted
-from syncbn.torch_internals.state import is_compiled
+from syncbn.texts import quote_path
+from syncbn.torch_internals import is_compiled
 
 # Attributes that a conversion gives to a layer and a revert takes away: among them all that our class annotates.
 # process_group, a property of ours, is an attribute of an nn.SyncBatchNorm.
-ADDED = "process_group", "_original_class", *SyncBatchNorm.__annotations__
+ADDED_ATTRIBUTES = "process_group", "_original_class", *SyncBatchNorm.__annotations__
 
 # What to do about a layer; `_remedy` has more.
 CONVERT = "call syncbn.convert_syncbn_model(model)"
@@ -33,14 +33,14 @@ CALLS = "may normalise by its batch, by F.batch_norm; if so, call syncbn.functio
 UNREGISTERED = "keeps batch norm in a plain list or dict, where no conversion finds it; use nn.ModuleList or ModuleDict"
 HIDDEN = "a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a subclass"
 
-NAMED = 3  # layers of a class that are named
-LOOKED_AT = 100  # elements of a list or dict: it may hold a data set
+MAX_NAMED = 3  # layers of a class that are named
+MAX_INSPECTED = 100  # elements of a list or dict: it may hold a data set
 PREFIXES = "", "F.", "functional.", "nn.functional.", "torch.nn.functional.", "torch."  # of a call of batch_norm
 TRAINING = 5  # the position of the argument `training` of F.batch_norm and torch.batch_norm
 # Raised for a method that has no source or wraps itself, and for source that is incomplete or nested too deeply.
 UNREADABLE = OSError, SyntaxError, TokenError, ValueError, RecursionError, MemoryError
 
-BYTES_PER_NUMBER = 8  # float64
+BYTES_PER_ELEMENT = 8  # float64
 BY_TORCH = "synchronised by torch's nn.SyncBatchNorm, on GPUs alone"
 
 
@@ -58,7 +58,7 @@ def check_module(model: nn.Module) -> None:
         raise TypeError(f"expected an nn.Module, got {model!r} of type {type(model).__name__}; pass the model")
 
 
-def class_of(layer: nn.Module) -> type[nn.Module]:
+def unparametrized_class(layer: nn.Module) -> type[nn.Module]:
     """The layer's class, below the one that torch.nn.utils.parametrize makes for each layer."""
     return type(layer).__bases__[0] if nn.utils.parametrize.is_parametrized(layer) else type(layer)
 
@@ -121,7 +121,7 @@ def _in_lists(module: nn.Module) -> list[nn.Module]:
     # Not of a subclass of dict, in which Lightning copies a module's arguments.
     values = [value for value in vars(module).values() if type(value) in (list, tuple, dict)]
     items = [
-        item for value in values for item in islice(value.values() if isinstance(value, dict) else value, LOOKED_AT)
+        item for value in values for item in islice(value.values() if isinstance(value, dict) else value, MAX_INSPECTED)
     ]
     parts = [part for item in items if isinstance(item, nn.Module) for part in item.modules()]
     return [part for part in parts if not isinstance(part, nn.SyncBatchNorm)]
@@ -137,11 +137,11 @@ def _remedy(module: nn.Module) -> str | None:
         if not {"running_mean", "running_var"} & buffers or "weight" in buffers:
             return None
         return EXPORTED if type(module).__module__.startswith("torch.") else BY_ITSELF
-    original = class_of(module)
+    original = unparametrized_class(module)
     if original is not nn.SyncBatchNorm:
         if issubclass(original, nn.SyncBatchNorm):
             return "a subclass of nn.SyncBatchNorm communicates by itself, derive it from nn.BatchNorm1d, 2d or 3d"
-        taken = [name for name in ADDED if hasattr(module, name)]
+        taken = [name for name in ADDED_ATTRIBUTES if hasattr(module, name)]
         if taken:
             return f"has attributes that ours need, rename {', '.join(taken)}"
     return HIDDEN if "forward" in vars(module) else CONVERT
@@ -151,7 +151,7 @@ def description(layers: list[LocalLayer]) -> str:
     """For each class and remedy: how many layers there are, the names of the first, and the remedy."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, layer, remedy in layers:
-        names.setdefault((class_of(layer).__name__, remedy), []).append(name)
+        names.setdefault((unparametrized_class(layer).__name__, remedy), []).append(name)
     return "; ".join(
         f"{len(of_class)} {kind} ({first_names(of_class)}): {remedy}" for (kind, remedy), of_class in names.items()
     )
@@ -159,7 +159,9 @@ def description(layers: list[LocalLayer]) -> str:
 
 def first_names(names: list[str]) -> str:
     """The first of these layers' names, with "..." for the others."""
-    return ", ".join([quoted(name) or "the model" for name in names[:NAMED]] + ["..."] * (len(names) > NAMED))
+    return ", ".join(
+        [quote_path(name) or "the model" for name in names[:MAX_NAMED]] + ["..."] * (len(names) > MAX_NAMED)
+    )
 
 
 class LayerSummary(NamedTuple):
@@ -216,8 +218,8 @@ def summary(model: nn.Module) -> Summary:
 
 def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
     group_size = groups.size(layer._process_group)
-    num_channels = num_channels_of(layer)
-    num_bytes = BYTES_PER_NUMBER * (2 * num_channels + TRAILER_NUMBERS) if group_size > 1 else 0
+    num_channels = layer_channels(layer)
+    num_bytes = BYTES_PER_ELEMENT * (2 * num_channels + TRAILER_ELEMENTS) if group_size > 1 else 0
     last_step = "compiled" if compiled else _last_eager_step(layer)
     return LayerSummary(name, type(layer).__name__, num_channels, group_size, num_bytes, num_bytes, last_step)
 

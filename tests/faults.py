@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jobs import start_ranks, wait_until
 
-from syncbn.ranks.positions import state_of
+from syncbn.ranks.positions import process_state
 
 JOB = Path(__file__).with_name("faulty_job.py")
 
@@ -112,7 +112,7 @@ def run(name: str) -> tuple[list[int], list[str]]:
     try:
         store.wait([f"rank {rank} is there" for rank in range(num_ranks)], timedelta(minutes=10))
         if name.startswith("stopped"):
-            wait_until(lambda: "stopped" in state_of(ranks[-1].pid))
+            wait_until(lambda: "stopped" in process_state(ranks[-1].pid))
             ranks[0].wait()
             os.kill(ranks[-1].pid, signal.SIGCONT)
         statuses = [rank.wait() for rank in ranks]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from syncbn.ranks.positions import state_of
+from syncbn.ranks.positions import process_state
 from syncbn.ranks.watchdog import this_rank
 
 TIMEOUT = timedelta(seconds=int(os.environ.get("COLLECTIVE_SECONDS", 3)))
@@ -120,7 +120,7 @@ def before_step(model: nn.Sequential) -> None:
             threading.Thread(target=kill_in_collective).start()
         else:
             process = int(STORE.get(f"rank {RANKS - 1} is there"))
-            wait_until(lambda: "has ended" in state_of(process))
+            wait_until(lambda: "has ended" in process_state(process))
 
 
 def replay(model: nn.Sequential) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from roads_taken import forget_kernels
+from equal_to_torch import forget_kernels
 from torch import Tensor
 
-from syncbn import plan
+from syncbn import kernel_cache
 from syncbn.kernels import cpu, select
 from syncbn.kernels.interface import (
     BAD_ARGUMENT,
@@ -25,7 +25,7 @@ from syncbn.kernels.interface import (
     ONE_VALUE,
     RANKS_DIFFER,
     UNSIGNED,
-    Mailbox,
+    StatusWords,
 )
 from syncbn.ranks import watchdog
 
@@ -37,7 +37,7 @@ class Player:
 
     behind = False
 
-    def note(self, total: Tensor, is_forward: bool, mailbox: Mailbox) -> bool:
+    def note(self, total: Tensor, is_forward: bool, status_words: StatusWords) -> bool:
         """As `look` in gpu_channels.py: whether there is a fault."""
         if self.behind:
             return False
@@ -45,30 +45,30 @@ class Player:
         kind = ONE_VALUE if is_forward and n == 1 else 0
         kind = BAD_ARGUMENT if math.isnan(n) else kind
         kind = RANKS_DIFFER if num_signed * squares != signatures**2 else kind
-        host = (ctypes.c_int64 * 3).from_address(mailbox.host)
-        state = ctypes.c_int64.from_address(mailbox.state)
+        host = (ctypes.c_int64 * 3).from_address(status_words.host_address)
+        state = ctypes.c_int64.from_address(status_words.device_address)
         if kind and not state.value:
-            state.value = host[FAULT] = mailbox.tag * 4 + kind
-        if mailbox.tag > 0:
-            host[ENDED] = mailbox.tag
+            state.value = host[FAULT] = status_words.sequence_number * 4 + kind
+        if status_words.sequence_number > 0:
+            host[ENDED] = status_words.sequence_number
         return state.value != 0
 
-    def look_at_total(self, total: Tensor, is_forward: bool, mailbox: Mailbox, sums: Tensor | None) -> None:
-        if self.note(total, is_forward, mailbox):
+    def look_at_total(self, total: Tensor, is_forward: bool, status_words: StatusWords, sums: Tensor | None) -> None:
+        if self.note(total, is_forward, status_words):
             total[-4] = 0
         if sums is not None:
-            self.note_unless_finite(sums[:-4], mailbox)
+            self.note_unless_finite(sums[:-4], status_words)
 
-    def note_unless_finite(self, sums: Tensor, mailbox: Mailbox) -> None:
-        if mailbox.tag > 0 and not sums.isfinite().all():
-            host = (ctypes.c_int64 * 3).from_address(mailbox.host)
-            host[LOCAL_NOT_FINITE] = host[LOCAL_NOT_FINITE] or mailbox.tag
+    def note_unless_finite(self, sums: Tensor, status_words: StatusWords) -> None:
+        if status_words.sequence_number > 0 and not sums.isfinite().all():
+            host = (ctypes.c_int64 * 3).from_address(status_words.host_address)
+            host[LOCAL_NOT_FINITE] = host[LOCAL_NOT_FINITE] or status_words.sequence_number
 
     def forward_sums(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def play(kernels: Any, x: Tensor, signature: int = UNSIGNED, mailbox: Any = None) -> Any:
+        def play(kernels: Any, x: Tensor, signature: int = UNSIGNED, status_words: Any = None) -> Any:
             sums = compute(kernels, x, signature)
-            if mailbox is not None:
-                self.note_unless_finite(sums, mailbox)
+            if status_words is not None:
+                self.note_unless_finite(sums, status_words)
             return sums
 
         return play
@@ -80,18 +80,18 @@ class Player:
             total: Tensor,
             buffers: Any = NO_BUFFERS,
             momentum: Any = 0.0,
-            mailbox: Any = None,
+            status_words: Any = None,
         ) -> Any:
-            if mailbox is not None and self.note(total, True, mailbox):
+            if status_words is not None and self.note(total, True, status_words):
                 buffers = [None if buffer is None else buffer.clone() for buffer in buffers]
             return (*compute(kernels, inputs, total, buffers, momentum)[:2], True)
 
         return play
 
     def backward_outputs(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def play(kernels: Any, dy: Tensor, saved: Any, total: Tensor, mailbox: Any = None) -> Any:
-            if mailbox is not None:
-                self.note(total, False, mailbox)
+        def play(kernels: Any, dy: Tensor, saved: Any, total: Tensor, status_words: Any = None) -> Any:
+            if status_words is not None:
+                self.note(total, False, status_words)
             return compute(kernels, dy, saved, total)
 
         return play
@@ -105,7 +105,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Player:
     monkeypatch.setattr(select, "looks_at_totals", lambda device: True)
     if IS_INTERPRETED:
         gpu = importlib.import_module("syncbn.kernels.gpu")
-        monkeypatch.setattr(plan, "ordinary_back_end", lambda kind: gpu)
+        monkeypatch.setattr(kernel_cache, "fast_path_back_end", lambda kind: gpu)
         forget_kernels(monkeypatch)
     else:
         for kernels, names in (

@@ -1,10 +1,7 @@
 """Catches a row of docs/deploy.md that no longer holds: of a converted model, or of a reverted one."""
 
-import copy
 import io
 import re
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +12,6 @@ import torch.nn.functional as F
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from torch import Tensor, nn
 from torch.ao import quantization
-from torch.ao.quantization import quantize_fx
 
 import syncbn
 
@@ -32,25 +28,6 @@ X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 def converted(training: bool, layer: nn.Module | None = None) -> nn.Sequential:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), layer or nn.BatchNorm2d(4), nn.ReLU()).train(training)
     return syncbn.convert_syncbn_model(model)
-
-
-@pytest.mark.parametrize(
-    ("fuse", "training"),
-    [
-        (lambda model: import_module("torch.fx.experimental.optimization").fuse(model), False),
-        (quantize_fx.fuse_fx, False),
-        (lambda model: quantize_fx.prepare_qat_fx(model, quantization.get_default_qat_qconfig_mapping(), (X,)), True),
-    ],
-)
-def test_fusion_of_graphs(fuse: Callable[[nn.Module], nn.Module], training: bool) -> None:
-    """It leaves the layers of a converted model, and fuses those of a reverted one."""
-    model = converted(training)
-    expected = copy.deepcopy(model)(X)
-    fused = fuse(model)
-    assert isinstance(fused.get_submodule("1"), syncbn.SyncBatchNorm2d)
-    assert training or torch.equal(fused(X), expected)
-    fused = fuse(syncbn.revert_syncbn_model(converted(training)))
-    assert not any(type(module) is nn.BatchNorm2d for module in fused.children())
 
 
 def test_eager_quantisation() -> None:

@@ -1,8 +1,6 @@
 """Catches an example that fails with tiny settings, or does not train as one process."""
 
-import importlib
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from jobs import EXAMPLES, run, run_on_ranks, run_script
 from PIL import Image
 from sklearn.datasets import load_digits
-
-import syncbn
 
 SAME, OTHER = 1e-10, 1e-3  # float64 roundings of 1e-16 grow in some steps of training, by far less than to 1e-10
 Metrics = dict[str, Any]
@@ -68,15 +63,6 @@ def test_on_two_ranks(job: str, tmp_path: Path) -> None:
     assert JOBS[job](metrics), metrics
 
 
-def test_digits_on_one_process_without_rich_and_matplotlib(tmp_path: Path) -> None:
-    script = EXAMPLES / "digits.py"
-    code = "import runpy, sys; sys.modules['rich'] = sys.modules['matplotlib'] = None; sys.argv.pop(0)"
-    code += f"; sys.path[0] = {str(EXAMPLES)!r}; runpy.run_path({str(script)!r}, run_name='__main__')"
-    assert "no picture" in run(sys.executable, "-c", code, script, "--epochs", 1, "--steps", 3, "--output", tmp_path)
-    runs = json.loads((tmp_path / "metrics.json").read_text())["runs"]
-    assert runs["local"]["distance"] == 0  # the same program as one process
-
-
 def test_local_noise() -> None:
     assert "2 ranks: layers that gain" in run_script(EXAMPLES / "local_noise.py", "--ranks", 2, "--steps", 2)
 
@@ -125,41 +111,3 @@ def test_imagenet_on_two_ranks(tmp_path: Path) -> None:
     accuracy = metrics_of(tmp_path, "imagenet", "--data", tmp_path / "data", *TINY, *schedule)["epochs"][11]["top-1"]
     assert accuracy > 0.4, "chance is 0.1"
     assert accuracy * 49 == pytest.approx(round(accuracy * 49))
-
-
-def test_imagenet_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """Two epochs, the second of them after a restart, end as two without."""
-    write_digits(tmp_path / "data", num_train=8, num_val=2)
-    saved = tmp_path / "checkpoint.pt"
-    settings = ("--data", tmp_path / "data", *TINY, "--checkpoint", saved, "--output", tmp_path, "--epochs", 2)
-    run_script(EXAMPLES / "imagenet.py", *settings)
-    whole = torch.load(saved, weights_only=True)
-    saved.unlink()
-    exits = "save = job.Training.save; job.Training.save = lambda *given: sys.exit(save(*given))"
-    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import imagenet as job; {exits}"
-    (tmp_path / "exits.py").write_text(f"{code}; job.run_on_ranks(job.job, job.parser)")
-    run_script(tmp_path / "exits.py", *settings)
-    assert len(torch.load(saved, weights_only=True)["epochs"]) == 1
-    run_script(EXAMPLES / "imagenet.py", *settings)
-    torch.testing.assert_close(torch.load(saved, weights_only=True)["model"], whole["model"], rtol=0, atol=0)
-
-
-def test_imagenet_names_what_is_wrong_with_its_folder(tmp_path: Path) -> None:
-    write_digits(data := tmp_path / "data", num_train=1, num_val=1)
-    for damage, message in (
-        (lambda: (data / "train/3/0.png").write_bytes(b"PNG"), "cannot read the image"),
-        (lambda: (data / "val/3/1.png").unlink(), "data/val/3 holds no image"),
-        (lambda: (data / "val/3").rmdir(), "must have the same classes; only one of them has 3"),
-        (lambda: shutil.rmtree(data / "train"), "data/train has no folders of classes; --data FOLDER needs"),
-    ):
-        damage()
-        with pytest.raises(AssertionError, match=message):
-            run_script(EXAMPLES / "imagenet.py", "--data", data, *TINY, "--images-per-rank", 10)
-
-
-def test_resnet_50_is_torchvisions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    model = importlib.import_module("imagenet").ResNet()
-    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
-    assert {"layer1.0.downsample.1.running_var", "layer4.2.bn3.weight", "fc.bias"} <= model.state_dict().keys()
-    assert len(syncbn.summary(syncbn.convert_syncbn_model(model))) == 53

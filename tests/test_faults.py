@@ -44,8 +44,8 @@ def test_errors_of_collectives_are_told_from_others(error: Exception, is_of_coll
     try:
         raise error
     except type(error):
-        assert positions.failure_of_collective() is (error if is_of_collective else None)
-        why = positions.why_it_ends()
+        assert positions.failed_collective() is (error if is_of_collective else None)
+        why = positions.exit_reason()
     assert report.is_consequence(why) == (is_of_collective or "syncbn" in str(error))
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from roads_taken import forget_kernels
+from equal_to_torch import forget_kernels
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -22,10 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.amd.compiler import HIPBackend
 
 import syncbn
-from syncbn import plan
+from syncbn import kernel_cache
 from syncbn.kernels import gpu, gpu_channels, gpu_tiles, select
-from syncbn.kernels.interface import ForwardKind
-from syncbn.layout import Layout
+from syncbn.kernels.interface import ForwardConfig, Layout
 from syncbn.ranks.status import status_of
 
 # Channels and sizes of the layers of a ResNet-50 for 224 x 224 pixels.
@@ -51,7 +50,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(gpu, "compiled_kernels", {})
     forget_kernels(monkeypatch)
-    monkeypatch.setattr(plan, "ordinary_back_end", lambda kind: gpu)
+    monkeypatch.setattr(kernel_cache, "fast_path_back_end", lambda kind: gpu)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     monkeypatch.setattr(triton.runtime.driver, "_active", stand_in_driver(90, launch))
     forget_compiled_of_triton()  # what the driver of an earlier test has compiled
@@ -93,7 +92,7 @@ def test_all_reduces_have_a_mailbox_and_a_number(launched: list[str], monkeypatc
     def launch(source: Any, metadata: Any, *arguments: Any) -> None:
         names = source.fn.arg_names
         values = dict(zip(names, arguments[-len(names) :], strict=True))
-        words.append((metadata.name, [values[name] for name in ("host", "state", "tag") if name in names]))
+        words.append((metadata.name, [values[name] for name in ("host", "state", "sequence_number") if name in names]))
 
     monkeypatch.setattr(triton.runtime.driver, "_active", stand_in_driver(90, launch))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -102,8 +101,10 @@ def test_all_reduces_have_a_mailbox_and_a_number(launched: list[str], monkeypatc
     for number in (1, 3):
         words.clear()
         layer(x.requires_grad_()).sum().backward()
-        (box,) = set(status_of(layer._call_site.state).of_streams.values())
-        of_forward, of_backward = ([box.host, box.state, number + is_backward] for is_backward in (0, 1))
+        (box,) = set(status_of(layer._call_site.group_state).streams.values())
+        of_forward, of_backward = (
+            [box.host_address, box.device_address, number + is_backward] for is_backward in (0, 1)
+        )
         assert words == [
             ("parts_of_sums", [of_forward[0], of_forward[2]]), ("forward_channels", of_forward), ("normalize", []),
             ("parts_of_sums", [0, 0]), ("gradient_sums", []), ("backward_channels", of_backward),
@@ -192,7 +193,7 @@ def test_amd_is_told_of_tensors_of_2_gib(monkeypatch: pytest.MonkeyPatch, num_sa
     """Triton's back end for AMD asks how long a tensor's memory is, and compiles for offsets that fit in 31 bits."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     x = torch.empty(num_samples, 2**9, 2**10, 2**10, dtype=torch.bfloat16, device="meta")
-    launch, kernel = gpu.Forward(ForwardKind(Layout.of(x, 1), x.dtype, x.device)).normalize, mock.MagicMock()
+    launch, kernel = gpu.Forward(ForwardConfig(Layout.of(x, 1), x.dtype, x.device)).normalize, mock.MagicMock()
     kernel.__getitem__.return_value.return_value = None  # as if the kernel were interpreted
     monkeypatch.setattr(launch, "kernel", kernel)
     launch(*[16] * len(launch.dtypes))

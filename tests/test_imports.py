@@ -7,14 +7,14 @@ from pathlib import Path
 import syncbn
 
 PACKAGE = Path(syncbn.__file__).parent
-LOWEST = "torch_internals.", "texts"
+LOWEST = "torch_internals", "texts"
 ROOMS = {  # the beginning of a module's name -> the beginnings of all that it may import
-    "torch_internals.": LOWEST,
-    "kernels.": ("kernels.", "statistics", "layout", *LOWEST),
+    "torch_internals": LOWEST,
+    "kernels.": ("kernels.", "statistics", *LOWEST),
     "ranks.": ("ranks.", "kernels.", *LOWEST),
 }
 # Rooms that may know torch.distributed; and tests of users' own, which start ranks.
-KNOWS_RANKS = "ranks.", "torch_internals.distributed", "testing", "__main__"
+KNOWS_RANKS = "ranks.", "torch_internals", "testing", "__main__"
 # Within a method of layer.py: torch's name of the conversion stands on the class, and users type it.
 LATE = {("layer", "convert")}
 MODULES = {

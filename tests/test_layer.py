@@ -1,19 +1,24 @@
-"""Catches a layer that differs from nn.BatchNorm on one process: in options, dtypes, layouts, its state or memory."""
+"""Catches a layer that differs from nn.BatchNorm on one process: in options, layouts, what it saves or its memory; and
+running statistics of several batches that are not those of one.
+
+Drawn dtypes, layouts and options are in distributed/test_fuzz.py.
+"""
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from equal_to_torch import forget_kernels, with_gaps
 from jobs import run_text
-from roads_taken import with_gaps
 from tensor_subclasses import Image
 from torch import Tensor, nn
 
 import syncbn
+from syncbn.kernels import select
 
 OPTIONS = {flag: [True, False] for flag in ("affine", "bias", "track_running_stats")} | {"momentum": [0.1, None]}
 
@@ -34,48 +39,6 @@ def test_training_and_evaluation_equal_torch(options: dict[str, object]) -> None
     assert torch.equal(layer.eval()(x), plain.eval()(x))
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(("residual", "fuse_relu"), [(False, False), (False, True), (True, False), (True, True)])
-@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (4, 3, 2, 2, 2, 2)], ids=str)
-def test_channel_last_residual_relu(shape: tuple[int, ...], residual: bool, fuse_relu: bool, training: bool) -> None:
-    layer = syncbn.SyncBatchNorm(3, channel_last=True, fuse_relu=fuse_relu).train(training)
-    layer.running_mean.fill_(0.3)
-    x, z, dy = torch.randn(3, *shape)
-    a, b = x.clone().requires_grad_(), x.movedim(1, -1).contiguous().requires_grad_()
-    expected = F.batch_norm(a, torch.full((3,), 0.3), torch.ones(3), training=training)
-    expected = expected + z if residual else expected
-    expected = expected.relu() if fuse_relu else expected
-    expected.backward(dy)
-    y = layer(b, z.movedim(1, -1) if residual else None)
-    y.backward(dy.movedim(1, -1))
-    torch.testing.assert_close(y.movedim(-1, 1), expected)
-    torch.testing.assert_close(b.grad.movedim(-1, 1), a.grad, rtol=1e-5, atol=1e-5)
-    assert y.is_contiguous()
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(
-    ("input_dtype", "layer_dtype"),
-    [
-        (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.float16),
-        (torch.float16, torch.float64), (torch.float64, torch.float16), (torch.float32, torch.float32),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_any_float_dtypes_mix(input_dtype: torch.dtype, layer_dtype: torch.dtype, training: bool) -> None:
-    """The output has the input's dtype, a gradient its tensor's, a buffer the one its owner gave it."""
-    layer = syncbn.SyncBatchNorm(3, dtype=layer_dtype).train(training)
-    x, z = (torch.randn(5, 3, dtype=one, requires_grad=True) for one in (input_dtype, torch.float32))
-    y = layer(x, z)
-    y.sum().backward()
-    assert (y.dtype, x.grad.dtype, z.grad.dtype) == (input_dtype, input_dtype, torch.float32)
-    assert {tensor.dtype for tensor in (*layer.parameters(), layer.running_mean, layer.running_var)} == {layer_dtype}
-    assert layer.weight.grad.dtype == layer_dtype
-    expected = F.batch_norm(x.double(), torch.zeros(3).double(), torch.ones(3).double(), training=training) + z
-    atol = 1e-2 if input_dtype.itemsize == 2 else 1e-5
-    torch.testing.assert_close(y.double(), expected, rtol=torch.finfo(input_dtype).eps * 2, atol=atol)
-
-
 CHANNELS_LAST = torch.randn(4, 6, 5, 2).to(memory_format=torch.channels_last)
 STRIDES = {
     "contiguous": torch.randn(4, 3, 5, 6), "gaps": torch.randn(4, 6, 5)[:, ::2], "(C, N)": torch.randn(3, 4).t(),
@@ -92,13 +55,13 @@ STRIDES = {
 
 
 @pytest.mark.parametrize("name", STRIDES)
-@pytest.mark.parametrize("road", ["ordinary", "general"])
-def test_strides_are_those_of_batch_norm(name: str, road: str) -> None:
+@pytest.mark.parametrize("path", ["fast path", "fallback"])
+def test_strides_are_those_of_batch_norm(name: str, path: str) -> None:
     """With a residual and a relu, too. In training as in evaluation: else a `view` fails in training alone."""
     x = STRIDES[name]
     for training, z, relu in itertools.product([True, False], [None, x, x.contiguous()], [False, True]):
         layer = syncbn.SyncBatchNorm(x.shape[1], fuse_relu=relu).train(training)
-        with torch.autograd.profiler.profile(enabled=road == "general"):
+        with torch.autograd.profiler.profile(enabled=path == "fallback"):
             y = layer(x, z)
         expected = F.batch_norm(x, layer.running_mean.clone(), layer.running_var.clone(), training=training)
         differing = [y.stride(dim) != expected.stride(dim) for dim in range(x.ndim) if x.shape[dim] > 1]
@@ -228,16 +191,68 @@ def test_one_warning_where_there_are_no_ranks() -> None:
     assert in_data_parallel in run_text(code, CUDA_VISIBLE_DEVICES="")
 
 
-def test_checkpoints_without_a_counter_load() -> None:
-    """Of torch before 0.4.1, and Caffe2's models in detectron2's zoo. The others are promise 7's."""
-    state, ours = nn.Sequential(nn.BatchNorm2d(3)).state_dict(), nn.Sequential(syncbn.SyncBatchNorm2d(3))
-    state["0.running_var"].fill_(2)
-    del state["0.num_batches_tracked"], state._metadata
-    ours.load_state_dict(state)
-    assert ours[0].num_batches_tracked == 0
-    assert torch.equal(ours[0].running_var, torch.full((3,), 2.0))
-
-
 def test_eps_of_another_class() -> None:
-    """Calls with an eps that is no float take the general road, so the layer makes it one."""
+    """Calls with an eps that is not a float take the fallback, so the layer makes it one."""
     assert all(type(syncbn.SyncBatchNorm(3, eps=eps).eps) is float for eps in (1, np.float64(0.1)))
+
+
+@pytest.fixture(params=["", "reference"])
+def kernels_of_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The value of SYNCBN_KERNELS."""
+    monkeypatch.setenv("SYNCBN_KERNELS", request.param)
+    forget_kernels(monkeypatch)
+    select.why_forced.cache_clear()
+    yield request.param
+    select.why_forced.cache_clear()
+
+
+def test_one_rank_without_kernels_has_the_bits_of_torch(kernels_of_environment: str) -> None:
+    """With a residual and a relu after it. Kernels of ours round in other places."""
+    x, z, dy = torch.randn(3, 4, 3, 5, 5)
+    ours, expected = syncbn.SyncBatchNorm2d(3, fuse_relu=True), nn.BatchNorm2d(3)
+    leaves = [[x.clone().requires_grad_(), z.clone().requires_grad_()] for _ in range(2)]
+    outputs = ours(*leaves[0]), (expected(leaves[1][0]) + leaves[1][1]).relu()
+    for output in outputs:
+        output.backward(dy)
+    exact = {"rtol": 0, "atol": 0} if kernels_of_environment else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(*outputs, **exact)
+    for one, other in zip([*leaves[0], *ours.parameters()], [*leaves[1], *expected.parameters()], strict=True):
+        torch.testing.assert_close(one.grad, other.grad, **exact)
+    torch.testing.assert_close(ours.state_dict(), expected.state_dict())
+
+
+@pytest.mark.usefixtures("kernels_of_environment")
+def test_a_mask_on_one_rank() -> None:
+    """It changes n after the sums, which on the fast path must then have their place in the payload."""
+    x, mask = torch.randn(600, 3, 40, requires_grad=True), torch.arange(600) % 3 > 0  # sums of several parts
+    layer, dy = syncbn.SyncBatchNorm1d(3), torch.randn(600, 3, 40)
+    y = layer(x, mask=mask)
+    expected = F.batch_norm(x[mask], None, None, training=True)
+    torch.testing.assert_close(y[mask], expected)
+    assert not y[~mask].any()
+    torch.testing.assert_close(layer.running_var, 0.9 + 0.1 * x[mask].var((0, 2)))
+    gradients = torch.autograd.grad(y, x, dy)[0][mask], torch.autograd.grad(expected, x, dy[mask])[0][mask]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("kernels_of_environment")
+def test_pooled_statistics_keep_the_variance_beside_a_large_mean() -> None:
+    """float32 sums of squares would lose it. On several ranks: distributed/test_running_stats.py."""
+    batches = torch.randn(4, 1000, 3) + 1e4
+    layer = syncbn.SyncBatchNorm1d(3, momentum=1.0)
+    with syncbn.accumulate_running_stats(layer):
+        for batch in batches:
+            layer(batch)
+    torch.testing.assert_close(layer.running_var.double(), batches.double().flatten(0, 1).var(0), rtol=1e-3, atol=0)
+
+
+def test_where_nothing_can_be_accumulated() -> None:
+    layer, lazy = syncbn.SyncBatchNorm1d(3), syncbn.convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm1d()))
+    for refused, error, message in (
+        (nn.ReLU(), ValueError, r"no synchronised layer .*convert"),
+        (lazy, ValueError, "the layer '0' is lazy"),
+        (layer, RuntimeError, "cannot run inside another accumulate_running_stats"),
+    ):
+        inner = syncbn.accumulate_running_stats(refused)
+        with syncbn.accumulate_running_stats(layer), pytest.raises(error, match=message), inner:
+            pass

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import gc
 import itertools
-import pickle
 import threading
 import warnings
 import weakref
@@ -21,8 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from counting import CountCollectives
-from roads_taken import Layer, as_torch, close, escaped, fallbacks, forget_kernels, twins, with_gaps
+from equal_to_torch import Layer, as_torch, close, escaped, forget_kernels, twins, with_gaps
 from subclasses_of_batchnorm import parametrized
 from tensor_subclasses import Image, MetaImage, as_class, plain
 from torch import Tensor, nn
@@ -31,18 +29,17 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
-from training import frees_first_batch, step, unchanged
+from training import step, unchanged
 
 import syncbn
-from syncbn import plan
+from syncbn import kernel_cache
 from syncbn import step as step_module
 from syncbn.arguments import ANY_DIMS, Options, Tensors
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available
-from syncbn.ranks.groups import warn_if_meant_for_several_ranks
 from syncbn.ranks.reduction import OneRank
-from syncbn.ranks.sites import Caller
-from syncbn.torch_internals.autograd import is_wrapped
+from syncbn.ranks.sites import FunctionCaller
+from syncbn.torch_internals import is_wrapped
 
 SHAPE = 4, 3, 5, 2
 DTYPES = torch.float16, torch.bfloat16, torch.float64
@@ -115,15 +112,6 @@ def test_what_is_changed_after_a_call_holds_in_the_next(name: str) -> None:
     assert ("NaN" in name) == any(one is not None and bool(one.isnan().any()) for one in results.values())
 
 
-def test_copies_after_steps() -> None:
-    """What is kept of the last call can be neither copied nor pickled."""
-    layer, x = syncbn.SyncBatchNorm2d(3), torch.randn(SHAPE)
-    for _ in range(STEPS):
-        step(layer, layer, x)
-    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        close(copied(x), layer(x), rtol=0, atol=0)
-
-
 def test_functional_call_uses_its_own_tensors() -> None:
     """Of other dtypes than the layer's, for which kernels are cached already."""
     x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
@@ -170,7 +158,7 @@ MODES: dict[str, Context] = {
 
 @pytest.mark.parametrize("subclass", [Tensor, Image])
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_of_torch_are_no_reason_for_the_fallback(mode: str, subclass: type[Tensor]) -> None:
+def test_modes_of_torch(mode: str, subclass: type[Tensor]) -> None:
     x = as_class(torch.randn(2, *SHAPE), subclass).requires_grad_()
 
     def run(layer: Layer) -> tuple[object, ...]:
@@ -180,15 +168,13 @@ def test_modes_of_torch_are_no_reason_for_the_fallback(mode: str, subclass: type
                 y = layer(one)
         return y, y.requires_grad, *layer.buffers()
 
-    with fallbacks() as taken:
-        as_torch(run)
-    assert not taken
+    as_torch(run)
 
 
-in_c = pytest.mark.skipif("cpu: C++" not in available(), reason=available())
+c_struct = pytest.mark.skipif("cpu: C++" not in available(), reason=available())
 
 
-@in_c
+@c_struct
 @pytest.mark.filterwarnings("ignore")  # a torch for GPUs warns where there is none
 def test_a_mode_and_a_profiler_see_the_operators() -> None:
     """The kernels are called past torch's dispatcher, but not where somebody wants to see them."""
@@ -345,7 +331,7 @@ def test_each_buffer_has_another_version_after_a_step(kind: str) -> None:
 FREED_BEFORE_FORWARD = "x", "z", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 
 
-@in_c
+@c_struct
 @pytest.mark.parametrize("freed", [*FREED_BEFORE_FORWARD, "y", "dy", "saved x", "saved weight"])
 @pytest.mark.parametrize(
     ("before", "subclass", "steps"),
@@ -384,82 +370,22 @@ def test_freed_memory_is_refused(
         assert sent == ["forward"] * (freed not in FREED_BEFORE_FORWARD)
 
 
-@in_c
-@pytest.mark.parametrize("freed", ["input", "mask"])
-def test_freed_memory_beside_a_mask(freed: str) -> None:
-    """Before the mask is applied by torch, which would read at the address 0."""
-    given = {"input": torch.randn(SHAPE), "mask": torch.ones(SHAPE[0], dtype=torch.bool)}
-    given[freed].untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="the storage of a tensor was freed"):
-        syncbn.SyncBatchNorm2d(3)(**given)
-
-
-@in_c
-@pytest.mark.parametrize("freed", ["grad_output", "input", "mean", "invstd", "weight"])
-def test_freed_memory_of_a_backward_by_hand(freed: str) -> None:
-    x = torch.randn(SHAPE)
-    given = {"grad_output": x.clone(), "input": x, **{name: torch.ones(3) for name in ("mean", "invstd", "weight")}}
-    given[freed].untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="the storage of a tensor was freed"):
-        batch_norm_backward(**given)
-
-
-STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
-    "gaps": with_gaps,
-    "a negative view": lambda tensor: torch._neg_view(-tensor),
-    "an expanded dim": lambda tensor: tensor[..., :1].expand(tensor.shape),
-    "negative gaps": lambda tensor: with_gaps(torch._neg_view(-tensor)),
-}
-
-
-@pytest.mark.parametrize("subclass", [Tensor, Image])
-@pytest.mark.parametrize("how", STRANGE)
-def test_gaps_and_negative_views(how: str, subclass: type[Tensor]) -> None:
-    x, dy = as_class(torch.randn(SHAPE), subclass), torch.randn(SHAPE)
-
-    def run(layer: Layer) -> tuple[object, ...]:
-        leaf = x.clone().requires_grad_()
-        y = layer(STRANGE[how](leaf))
-        return y, *layer.buffers(), torch.autograd.grad(y, (leaf, layer.weight, layer.bias), dy)
-
-    as_torch(run)
+@c_struct
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [(syncbn.SyncBatchNorm2d(3), "input mask"), (batch_norm_backward, "grad_output input mean invstd weight")],
+)
+def test_freed_memory_of_other_calls(call: Callable[..., object], names: str) -> None:
+    """Also before a mask is applied by torch, which would read at the address 0."""
+    for freed in names.split():
+        given = {name: torch.ones(3) for name in names.split()} | {"input": torch.randn(SHAPE)}
+        given |= {"mask": torch.ones(4) > 0} if "mask" in names else {"grad_output": torch.randn(SHAPE)}
+        given[freed].untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="the storage of a tensor was freed"):
+            call(**given)
 
 
 # Beside others.
-
-
-def test_hooks_of_all_kinds() -> None:
-    """They run as often as those of torch's layer, in their order, and may exchange what passes."""
-    x, orders = torch.randn(SHAPE), []
-
-    def run(layer: Layer) -> tuple[object, ...]:
-        order: list[str] = []
-        orders.append(order)
-
-        def times(factor: float, name: str) -> Callable[..., Any]:
-            def hook(*given: Any) -> Any:
-                order.append(name)
-                last = given[-1]
-                return tuple(one * factor for one in last) if isinstance(last, tuple) else last * factor
-
-            return hook
-
-        layer.register_forward_pre_hook(times(2, "forward_pre"))
-        layer.register_forward_hook(times(3, "forward"))
-        layer.register_full_backward_pre_hook(times(5, "full_backward_pre"))
-        layer.register_full_backward_hook(lambda *_: order.append("full_backward"))
-        layer.weight.register_hook(times(11, "weight"))
-        layer.bias.register_post_accumulate_grad_hook(lambda *_: order.append("bias"))
-        own_x = x.clone().requires_grad_()
-        own_x.register_hook(times(13, "x"))
-        y = layer(own_x)
-        y.grad_fn.register_prehook(lambda *_: order.append("before the node"))
-        y.grad_fn.register_hook(lambda *_: order.append("after the node"))
-        y.sin().sum().backward()
-        return y, own_x.grad, layer.weight.grad, layer.bias.grad, *layer.buffers()
-
-    as_torch(run, rtol=1e-4, atol=1e-4)
-    assert orders[1] == orders[0]
 
 
 def test_two_threads_in_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,16 +415,6 @@ def test_a_fused_relu_does_not_need_its_output_or_the_bias_in_backward() -> None
     assert all(map(torch.equal, *gradients))
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, CountCollectives])
-def test_the_first_batch_is_freed(mode: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
-    """The first call looks on the stack for nn.DataParallel, and must not read the local variables of the functions
-    there: Python 3.11 and 3.12 keep these values."""
-    warn_if_meant_for_several_ranks.cache_clear()
-    model = syncbn.convert_syncbn_model(nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3)))
-    with mode():
-        assert frees_first_batch(model)
-
-
 # Cached kernels.
 
 # A call with all there is. The sizes are equal, so that any dim may be that of the channels.
@@ -524,12 +440,12 @@ def arguments(given: dict[str, Any]) -> tuple[Tensors, Options]:
 
 
 def train(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return step_module.train(*arguments(given), Caller("this test"))
+    return step_module.train(*arguments(given), FunctionCaller("this test"))
 
 
-def check_step(given: dict[str, Any]) -> None:
-    """A training step with these arguments is torch's, of float64. No mask has an effect here. (What torch.func has
-    wrapped has no gradient outside of it.)"""
+def check_step(given: dict[str, Any]) -> Tensor:
+    """The output of a training step with these arguments, which is torch's of float64. No mask has an effect here.
+    (What torch.func has wrapped has no gradient outside of it.)"""
     wide = {name: one.detach().double() + 0 if isinstance(one, Tensor) else one for name, one in given.items()}
     leaves = [
         name for name in ("input", "z", "weight", "bias") if given[name] is not None and not is_wrapped(given[name])
@@ -559,6 +475,14 @@ def check_step(given: dict[str, Any]) -> None:
             rounding = 1e-2 if running.dtype.itemsize == 2 else 1e-6
             torch.testing.assert_close(running.double(), expected, rtol=rounding, atol=0)
     assert counter is None or int(counter) == count
+    return actual
+
+
+def took_fast_path(y: Tensor) -> bool:
+    nodes = [y.grad_fn]
+    for node in nodes:
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    return any("_Step" in node.name() for node in nodes)
 
 
 def channel_innermost(x: Tensor) -> Tensor:
@@ -678,12 +602,6 @@ def test_evaluation_beside_tensors_with_gaps(name: str) -> None:
     torch.testing.assert_close(*results)
 
 
-def refuse_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only kernels that are cached are left."""
-    for cache in (plan.forward_cache, plan.backward_cache):
-        monkeypatch.setattr(cache, "find", None)
-
-
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_call_after_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not run by the kernels of that: with its dtypes, at addresses that hold other numbers, or although it is
@@ -691,13 +609,11 @@ def test_a_call_after_another(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     others, outcome = DIFFERENCES[name]
     check_step(changed())
     if isinstance(outcome, str):
-        for call in range(2):
-            with fallbacks() as taken:
-                check_step(changed(**others))
-            assert taken == ["train"] * (outcome == FALLBACK)
+        for _ in range(2):
+            assert took_fast_path(check_step(changed(**others))) == (outcome == FAST)
             check_step(changed())
-            if call == 0 and outcome == FAST:
-                refuse_to_find(monkeypatch)
+            for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache) if outcome == FAST else ():
+                monkeypatch.setattr(cache, "find", None)  # only cached kernels are left
     else:
         train(changed())  # without gradients, too
         for _ in range(2):  # cached kernels would let it pass the second time
@@ -713,44 +629,22 @@ def test_calls_one_after_another(order: int) -> None:
             check_step(changed(**others))
 
 
-@pytest.mark.parametrize(("first", "second"), [("input", "z"), *itertools.combinations(PER_CHANNEL, 2)])
-def test_a_tensor_that_comes_twice(first: str, second: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No guard accepts it, so that kernels would be looked for in each call. It must not run by those of a call in
-    which one of the two is missing, or has another dtype."""
-
-    def run() -> tuple[Tensor, ...]:
-        given = changed()
-        given[second] = given[first]
-        y, statistics = train(given)
-        return y, statistics, given["running_mean"], given["running_var"]
-
-    expected = run()
-    missing = ("running_mean", "running_var") if "running" in second else (second,)
-    for others in ({}, dict.fromkeys(missing), {second: BASE[second].double()}):
-        check_step(changed(**others))
-    refuse_to_find(monkeypatch)
-    with fallbacks() as taken:
-        torch.testing.assert_close(run(), expected, rtol=0, atol=0)
-    assert not taken
-
-
 @pytest.mark.parametrize("fuse_relu", [False, True])
 def test_a_residual_that_is_the_input_and_a_bias_that_is_the_weight(
     fuse_relu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward, whose dy is the input too, are those of torch, by kernels that are found once."""
+    """Forward and backward, whose dy is the input too, are those of torch, by kernels that are found once: else they
+    would be looked for in each call, as no guard accepts a tensor twice."""
     layer, plain = syncbn.SyncBatchNorm1d(3, fuse_relu=fuse_relu), nn.BatchNorm1d(3)
     layer.bias, plain.bias = layer.weight, plain.weight
     for call in range(3):
-        if call == 2:
-            refuse_to_find(monkeypatch)
+        for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache) if call == 2 else ():
+            monkeypatch.setattr(cache, "find", None)
         x = torch.randn(4, 3, 2)
-        own_x = x.clone()
-        with fallbacks() as taken:
-            layer(own_x, own_x).backward(own_x)
-        expected = plain(x) + x
+        y, expected = layer(own_x := x.clone(), own_x), plain(x) + x
+        assert took_fast_path(y)
+        y.backward(own_x)
         (expected.relu() if fuse_relu else expected).backward(x)
-        assert not taken
         torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
     torch.testing.assert_close(layer.state_dict(), plain.state_dict())
 
@@ -806,11 +700,6 @@ def test_kernels_of_another_mode(mode: str, of_inference: str, monkeypatch: pyte
         torch.testing.assert_close(actual, expected)
 
 
-def cached_kernels(cache: plan.Cache[Any]) -> list[Any]:
-    cached = [value for of_key in cache.entries.values() for _, value in of_key]
-    return [value[0] for value in cached] if cache is plan.forward_cache else cached
-
-
 def test_caches_keep_nothing_alive() -> None:
     """There may be thousands of entries: a tensor, a layer or a class in one of them would never be freed."""
 
@@ -825,30 +714,20 @@ def test_caches_keep_nothing_alive() -> None:
     assert {one() for one in seen} == {None}
 
 
-def test_kernels_hold_no_tensor() -> None:
-    """So many channels need scratch memory in each call; another thread or stream may be in the same kernels."""
-    syncbn.SyncBatchNorm1d(5000)(torch.randn(2, 5000)).sum().backward()
-    kernels = [*cached_kernels(plan.forward_cache), *cached_kernels(plan.backward_cache)]
-    assert len(kernels) == 2
-    assert not [one for each in kernels for one in vars(each).values() if isinstance(one, Tensor)]
-
-
 def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of ever new shapes would else fill the memory. What has left the cache runs as before."""
-    monkeypatch.setattr(plan, "MOST_KEYS", 3)
+    monkeypatch.setattr(kernel_cache, "MAX_KEYS", 3)
     layer, plain, numbers = syncbn.SyncBatchNorm1d(3), nn.BatchNorm1d(3), []
-    with fallbacks() as taken:
-        for length in (2, 3, 4, 5, 2):
-            x = torch.randn(4, 3, length, requires_grad=True)
-            y = layer(x)
-            torch.testing.assert_close(y, plain(x))
-            y.sum().backward()
-            numbers.append(len(plan.forward_cache.entries))
-    assert not taken
+    for length in (2, 3, 4, 5, 2):
+        x = torch.randn(4, 3, length, requires_grad=True)
+        y = layer(x)
+        torch.testing.assert_close(y, plain(x))
+        assert took_fast_path(y)
+        numbers.append(len(kernel_cache.forward_cache.entries))
     assert numbers == [1, 2, 3, 1, 2]
     x = torch.randn(4, 3, 2)
     for requires_grad in itertools.product((True, False), repeat=3):
         for tensor, value in zip((x, layer.weight, layer.bias), requires_grad, strict=True):
             tensor.requires_grad_(value)
         layer(x)
-    assert max(map(len, plan.forward_cache.entries.values())) == plan.MOST_OF_A_KEY
+    assert max(map(len, kernel_cache.forward_cache.entries.values())) == kernel_cache.MAX_ENTRIES_PER_KEY

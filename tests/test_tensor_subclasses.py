@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from roads_taken import Layer, as_torch, close, twins
+from equal_to_torch import Layer, as_torch, close, twins
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
-from tensor_subclasses import Image, MetaImage, Observed, OwnParameter, TensorImage, as_class, name_of, plain
+from tensor_subclasses import Image, MetaImage, OwnParameter, TensorImage, as_class, plain
 from torch import Tensor, nn
 from training import step
 
-from syncbn.functional import batch_norm_backward, sync_batch_norm
+from syncbn.functional import batch_norm_backward
 
 SHAPE = 4, 3, 5, 2
 PER_CHANNEL = "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
@@ -74,39 +74,6 @@ def test_a_tensor_of_a_subclass_in_each_role(role: str, subclass: type[Tensor]) 
         return results
 
     as_torch(run)
-
-
-CALLS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
-    "training": lambda layer, x: layer(x),
-    "evaluation": lambda layer, x: layer.eval()(x),
-    "without gradients": lambda layer, x: torch.no_grad()(layer)(x),
-    "function": lambda layer, x: (sync_batch_norm if type(layer) is not nn.BatchNorm2d else F.batch_norm)(
-        x, layer.running_mean, layer.running_var, layer.weight, layer.bias, True
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_the_hook_is_called_at_most_as_often_as_by_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way; once for a function named batch_norm, which must not be F.batch_norm: with that torch's own hook would
-    run batch norm of this rank alone."""
-    seen: list[Any] = []
-    monkeypatch.setattr(Observed, "seen", seen)
-    numbers, outputs = [], []
-    for layer in twins():
-        x, dy = (as_class(torch.ones(SHAPE).cumsum(0), Observed).requires_grad_() for _ in range(2))
-        seen.clear()
-        outputs.append(CALLS[name](layer, x))
-        forward = [*seen]
-        seen.clear()
-        if outputs[-1].requires_grad:
-            outputs[-1].backward(dy)
-        numbers.append((len(forward), len(seen)))
-    assert [*map(name_of, forward)].count("batch_norm") == 1
-    assert F.batch_norm not in forward or name == "evaluation"
-    assert numbers[1][0] <= numbers[0][0]
-    assert numbers[1][1] <= numbers[0][1]
-    close(*outputs)
 
 
 def second_derivatives(layer: Layer, x: Tensor) -> dict[str, Tensor]:

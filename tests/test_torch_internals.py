@@ -19,20 +19,20 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from syncbn import plan
-from syncbn.torch_internals import autograd, distributed, state
+from syncbn import kernel_cache
+from syncbn import torch_internals as internals
 
 QUESTIONS: dict[str, Callable[[], object]] = {
-    "plain": state.runs_plainly,
-    "functorch": state.inside_functorch,
-    "forward mode": lambda: state.forward_mode_level() >= 0,
-    "profiler": state.profiler_enabled,
-    "only profiled": lambda: state.runs_plainly(SimpleNamespace(is_cuda=True)) and not state.runs_plainly(),
-    "jit": state.is_jit_tracing,
-    "backward": lambda: state.current_backward() != -1,
-    "vmap": state.inside_vmap,
-    "vmap or forward mode": state.inside_vmap_or_forward_mode,
-    "dispatch mode": lambda: state.current_dispatch_mode() is not None,
+    "plain": internals.is_eager,
+    "functorch": internals.inside_functorch,
+    "forward mode": lambda: internals.forward_mode_level() >= 0,
+    "profiler": internals.profiler_enabled,
+    "only profiled": lambda: internals.is_eager(SimpleNamespace(is_cuda=True)) and not internals.is_eager(),
+    "jit": internals.is_jit_tracing,
+    "backward": lambda: internals.current_backward() != -1,
+    "vmap": internals.inside_vmap,
+    "vmap or forward mode": internals.inside_vmap_or_forward_mode,
+    "dispatch mode": lambda: internals.current_dispatch_mode() is not None,
 }
 
 Function = Callable[[Tensor], Tensor]
@@ -56,25 +56,25 @@ def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     depend on how torch runs in the first call."""
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")):
         with mode():
-            assert autograd.guards_work.__wrapped__()
+            assert internals.guards_work.__wrapped__()
     x = torch.ones(2, 3)
     for tensor_guards in (
         None,
         lambda *tensors, **dims: SimpleNamespace(check=lambda *others: True),
         Mock(side_effect=TypeError),
     ):
-        monkeypatch.setattr(autograd, "TensorGuards", tensor_guards)
-        assert not autograd.guards_work.__wrapped__()
-    monkeypatch.setattr(plan, "guards_work", lambda: False)
+        monkeypatch.setattr(internals, "TensorGuards", tensor_guards)
+        assert not internals.guards_work.__wrapped__()
+    monkeypatch.setattr(kernel_cache, "guards_work", lambda: False)
     kernels = iter(("first", "second"))
-    cache = plan.Cache(lambda *_: next(kernels))
+    cache = kernel_cache.Cache(lambda *_: next(kernels))
     assert [cache.get("config", (x, None)) for _ in range(2)] == ["first", "second"]
 
 
 def test_keeps_graph() -> None:
-    seen = [autograd.keeps_graph()]
+    seen = [internals.keeps_graph()]
     y = torch.ones(2, requires_grad=True).sin()
-    y.register_hook(lambda _: seen.append(autograd.keeps_graph()))
+    y.register_hook(lambda _: seen.append(internals.keeps_graph()))
     for retain_graph in (True, False):
         y.sum().backward(retain_graph=retain_graph)
     assert seen == [True, True, False]
@@ -117,12 +117,12 @@ def test_how_torch_is_running(name: str) -> None:
 def test_in_graphs() -> None:
     """There the transforms alone are asked for, whatever is the outermost. A constant may be of what no graph holds."""
     x = torch.ones(2)
-    asked = torch.compile(lambda x: x + state.runs_plainly() + state.is_jit_tracing(), backend="eager")
+    asked = torch.compile(lambda x: x + internals.is_eager() + internals.is_jit_tracing(), backend="eager")
     assert torch.equal(asked(x), x)
-    constant = state.constant_in_graphs(lambda: len(inspect.stack()) and 42)
+    constant = internals.constant_in_graphs(lambda: len(inspect.stack()) and 42)
 
     def asks(x: Tensor) -> Tensor:
-        return x.sin() if state.inside_vmap_or_forward_mode() else x * constant()
+        return x.sin() if internals.inside_vmap_or_forward_mode() else x * constant()
 
     def transformed(x: Tensor) -> tuple[Tensor, ...]:
         return asks(x), torch.vmap(asks)(x), torch.func.jvp(asks, (x,), (x,))[0], torch.func.vjp(asks, x)[0]
@@ -131,28 +131,14 @@ def test_in_graphs() -> None:
     torch.testing.assert_close(compiled(x), (42 * x, x.sin(), x.sin(), 42 * x))
 
 
-def test_a_captured_tensor_is_overwritten() -> None:
-    """By torch.func.grad's rule against copy_ it is not, which is why there is the function."""
-
-    def function(x: Tensor, overwrite: Callable[[Tensor, Tensor], object]) -> Tensor:
-        overwrite(captured, x.detach() * 2)
-        return x.sum()
-
-    captured, x = torch.zeros(2), torch.ones(2)
-    with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
-        torch.func.grad(function)(x, Tensor.copy_)
-    torch.func.grad(function)(x, lambda target, values: autograd.copy_together([target], [values]))
-    assert captured.tolist() == [2, 2]
-
-
 def test_names_of_tensors() -> None:
     x = torch.zeros(2)
     with torch.inference_mode():
-        autograd.increment_version((x, torch.zeros(2)))  # the second has no version
+        internals.increment_version((x, torch.zeros(2)))  # the second has no version
     assert x._version == 1
-    assert [autograd.is_zero_tensor(one) for one in (x, torch._efficientzerotensor(2))] == [False, True]
+    assert [internals.is_zero_tensor(one) for one in (x, torch._efficientzerotensor(2))] == [False, True]
     several = x, x.expand(3, 2), torch.zeros(6)[::2], torch.zeros(1).expand(1)
-    assert [*map(autograd.overlaps_itself, several)] == [False, True, False, False]
+    assert [*map(internals.overlaps_itself, several)] == [False, True, False, False]
 
 
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -163,7 +149,7 @@ def test_views_of_a_tensor(context: type[Any]) -> None:
     def ask(weight: Tensor, buffer: Tensor) -> Tensor:
         views = weight, weight[1:3], weight.float()[:2][1:], weight.view(1, -1), weight.chunk(2)[1]
         others = buffer, buffer[:2], weight.clone(), weight.clone()[1:3], weight.double(), weight.repeat(1)
-        seen.append([autograd.have_same_base(one, weight) for one in (*views, *others)])
+        seen.append([internals.have_same_base(one, weight) for one in (*views, *others)])
         return weight.sum()
 
     parameter, buffer = nn.Parameter(torch.ones(4)), torch.ones(4)
@@ -178,12 +164,12 @@ def test_names_of_modules() -> None:
     layer = nn.Linear(2, 2)
     for name, runs in (("forward_pre", True), ("forward", True), ("full_backward", False)):
         with getattr(layer, f"register_{name}_hook")(lambda *_: None):  # removed at the end
-            assert state.has_forward_hooks(layer) is runs
-        assert not state.has_forward_hooks(layer)
+            assert internals.has_forward_hooks(layer) is runs
+        assert not internals.has_forward_hooks(layer)
     wrapped = torch.compile(layer, backend="eager")
-    assert [state.is_compiled(one) for one in (layer, wrapped)] == [False, True]
+    assert [internals.is_compiled(one) for one in (layer, wrapped)] == [False, True]
     layer.compile(backend="eager")
-    assert state.is_compiled(layer)
+    assert internals.is_compiled(layer)
     assert "._replicate_for_data_parallel()" in inspect.getsource(torch.nn.parallel.replicate)  # SyncBatchNorm has one
 
 
@@ -194,20 +180,20 @@ def test_names_of_groups(group_of_one: dist.ProcessGroup) -> None:
     from torch.distributed import pipelining
 
     values = torch.arange(3.0)
-    distributed.all_reduce_operator(values, group_of_one).add_(1)
+    internals.all_reduce_operator(values, group_of_one).add_(1)
     assert torch.equal(values, torch.arange(3.0))
-    distributed.default_store().set("syncbn/test", "here")
-    assert distributed.default_store().get("syncbn/test") == b"here"
+    internals.default_store().set("syncbn/test", "here")
+    assert internals.default_store().get("syncbn/test") == b"here"
     second = dist.new_group([0], timeout=timedelta(seconds=33))
-    assert [*distributed.existing_groups()] == [group_of_one, second]
-    assert distributed.name_of(second) == second.group_name
-    assert distributed.timeout_of(second) == timedelta(seconds=33)
+    assert [*internals.existing_groups()] == [group_of_one, second]
+    assert internals.name_of(second) == second.group_name
+    assert internals.timeout_of(second) == timedelta(seconds=33)
 
     stage = pipelining.pipeline(nn.Linear(2, 2), (torch.ones(1, 2),)).build_stage(0, torch.device("cpu"), group_of_one)
-    assert [distributed.is_pipeline_stage(one) for one in (stage.submod, stage)] == [False, True]
+    assert [internals.is_pipeline_stage(one) for one in (stage.submod, stage)] == [False, True]
     assert (stage.stage_index, stage.group) == (0, group_of_one)
     norm, sent_by = nn.BatchNorm1d(2), []
-    norm.register_forward_pre_hook(lambda *_: sent_by.append(distributed.ddp_that_broadcasts(norm.running_mean)))
+    norm.register_forward_pre_hook(lambda *_: sent_by.append(internals.ddp_that_broadcasts(norm.running_mean)))
     ddp = DistributedDataParallel(norm)
     assert ddp(torch.ones(2, 2)).equal(norm(torch.ones(2, 2)))
     assert sent_by == [ddp, None]
@@ -220,20 +206,20 @@ def test_device_of_a_group(backend: str | None, monkeypatch: pytest.MonkeyPatch)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
     world = dist.group.WORLD
     for group in (world, dist.new_group([0], timeout=GROUP_TIMEOUT)):
-        assert str(distributed.device_of(group)) == ("cuda:2" if backend == "cuda:gloo" else "cpu")
-        assert distributed.timeout_of(group) == GROUP_TIMEOUT
+        assert str(internals.device_of(group)) == ("cuda:2" if backend == "cuda:gloo" else "cpu")
+        assert internals.timeout_of(group) == GROUP_TIMEOUT
     if backend == "cuda:gloo":
         world.bound_device_id = torch.device("cuda", 1)
-        assert distributed.device_of(world) == torch.device("cuda", 1)
+        assert internals.device_of(world) == torch.device("cuda", 1)
     dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_stream_of_a_gpu() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    assert distributed.stream_of(device) == torch.cuda.current_stream().cuda_stream
+    assert internals.stream_of(device) == torch.cuda.current_stream().cuda_stream
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        assert distributed.stream_of(device) is None
+        assert internals.stream_of(device) is None
 
 
 def test_no_default_argument_keeps_the_group() -> None:
@@ -253,7 +239,7 @@ def test_a_graph_is_no_export() -> None:
     """Though Dynamo compiles both, and torch 2.11 takes every graph for an export."""
 
     def add_one_in_exports(x: Tensor) -> Tensor:
-        return x + 1 if state.is_exporting() else x
+        return x + 1 if internals.is_exporting() else x
 
     class Model(nn.Module):
         forward = staticmethod(add_one_in_exports)

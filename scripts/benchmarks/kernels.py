@@ -19,9 +19,8 @@ import torch
 from benchmarks.measuring import Case, cases, draw, in_turn, session, time_stages
 
 from syncbn.kernels import reference
-from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind
-from syncbn.kernels.select import ordinary_back_end
-from syncbn.layout import Layout
+from syncbn.kernels.interface import TRAILER_ELEMENTS, BackwardConfig, ForwardConfig, Layout
+from syncbn.kernels.select import fast_path_back_end
 
 EPS = 1e-5
 
@@ -40,7 +39,7 @@ def calls_of(back_end: Any, case: Case, device: torch.device) -> dict[str, tuple
     dtype = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (value(case.channels, dtype=dtype, device=device) for value in (torch.ones, torch.zeros))
     of_statistics = {"dtype": torch.float64, "device": device}
-    sums = torch.ones(2 * case.channels + TRAILER_NUMBERS, **of_statistics)
+    sums = torch.ones(2 * case.channels + TRAILER_ELEMENTS, **of_statistics)
     packed = torch.ones(3 * case.channels + 4, **of_statistics)
     copy, of_both = torch.empty_like(x), (Layout.of(x, case.channel_dim), x.dtype, x.device)
 
@@ -51,9 +50,9 @@ def calls_of(back_end: Any, case: Case, device: torch.device) -> dict[str, tuple
     for name, residual in (("", None), (" fused", z)):  # which stands for y, too, of which only the signs matter
         fused = residual is not None
         saved = x, weight, packed, residual
-        forward = back_end.Forward(ForwardKind(*of_both, EPS, fused, fused, dtype, dtype))
+        forward = back_end.Forward(ForwardConfig(*of_both, EPS, fused, fused, dtype, dtype))
         backward = back_end.Backward(
-            BackwardKind(*of_both, False, fused, dtype, dtype, dtype, needs_x=True, needs_residual=fused)
+            BackwardConfig(*of_both, False, fused, dtype, dtype, dtype, needs_x=True, needs_residual=fused)
         )
         if not fused:
             calls["forward_sums"] = partial(forward.forward_sums, x), 1
@@ -67,8 +66,8 @@ def calls_of(back_end: Any, case: Case, device: torch.device) -> dict[str, tuple
 def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of each call, and its share of the copy's rate."""
     x = draw(case, device)[0]
-    kind = ForwardKind(Layout.of(x, case.channel_dim), x.dtype, device)
-    calls = calls_of(ordinary_back_end(kind) or reference, case, device)
+    kind = ForwardConfig(Layout.of(x, case.channel_dim), x.dtype, device)
+    calls = calls_of(fast_path_back_end(kind) or reference, case, device)
     timers = {name: partial(time_stages, device, call) for name, (call, _) in calls.items()}
     samples = in_turn(timers, rounds, warm_up=2)
     times = {name: statistics.median(ms for (ms,) in values) for name, values in samples.items()}

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 
 import syncbn
-from syncbn import plan
+from syncbn import kernel_cache
 from syncbn.kernels import gpu
 
 CHANNELS = 8
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
     with session(on_cpu=True) as here:
         here.print(f"triton: {triton.__version__}")
         triton.runtime.driver.set_active(stand_in_driver(90, lambda *launch: None))
-        plan.ordinary_back_end = lambda kind: gpu
+        kernel_cache.fast_path_back_end = lambda kind: gpu
         torch.Tensor.is_cpu, torch.Tensor.is_cuda = False, True  # as of a GPU
         layers = {"nn.BatchNorm2d, on the CPU": nn.BatchNorm2d(CHANNELS), "syncbn": syncbn.SyncBatchNorm2d(CHANNELS)}
         show(here, layers, arguments.rounds)

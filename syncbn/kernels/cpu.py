@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Saved, StatusWords
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals.autograd import increment_version
+from syncbn.torch_internals import increment_version
 
 FILE = Path(__file__).with_name("_cpu.so")
 CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
@@ -25,11 +25,11 @@ INTERFACE = 12  # of the C functions: an older library would read other argument
 NOT_FINITE = 2  # a status
 
 # The structs of cpu.cpp: q and i are integers, d a double, P is an address.
-_kind = struct.Struct("3qd11i").pack
+_config = struct.Struct("3qd11i").pack
 _forward_outputs = struct.Struct("10Pd").pack
 _sums = struct.Struct("9Pq").pack
 _backward_outputs = struct.Struct("8P").pack
-# The last fields of Kind there.
+# The last fields of Config there.
 DTYPES = (
     "dtype", "weight_dtype", "bias_dtype", "mean_dtype", "var_dtype", "grad_weight_dtype", "grad_bias_dtype"
 )  # fmt: skip
@@ -70,36 +70,36 @@ def _why_missing() -> str:
     )
 
 
-def _in_c(kind: interface.ForwardKind | interface.BackwardKind) -> bytes:
-    """The kind as a struct, whose fields the other pass has are empty."""
-    dtypes = [CODES[getattr(kind, name, None)] for name in DTYPES]
-    flags = [getattr(kind, name, False) for name in FLAGS]
-    return _kind(*kind.layout.sizes, getattr(kind, "eps", 0.0), *dtypes, *flags)
+def _c_struct(config: interface.ForwardConfig | interface.BackwardConfig) -> bytes:
+    """The config as a struct, whose fields the other pass has are empty."""
+    dtypes = [CODES[getattr(config, name, None)] for name in DTYPES]
+    flags = [getattr(config, name, False) for name in FLAGS]
+    return _config(*config.layout.sizes, getattr(config, "eps", 0.0), *dtypes, *flags)
 
 
 class Forward(interface.ForwardKernels):
-    """Scratch memory is made for each call: threads may share the kernels of a kind."""
+    """Scratch memory is made for each call: threads may share the kernels of a config."""
 
-    def __init__(self, kind: interface.ForwardKind) -> None:
-        super().__init__(kind)
-        self.in_c, num_channels = _in_c(kind), kind.layout.sizes[1]
-        self.num_sums = 2 * num_channels + interface.TRAILER_NUMBERS
-        self.num_statistics = num_statistics(num_channels, kind.masks_by_x)
-        self.num_scratch: int = _library.scratch(self.in_c)  # bytes
+    def __init__(self, config: interface.ForwardConfig) -> None:
+        super().__init__(config)
+        self.c_struct, num_channels = _c_struct(config), config.layout.sizes[1]
+        self.num_sums = 2 * num_channels + interface.TRAILER_ELEMENTS
+        self.num_statistics = num_statistics(num_channels, config.masks_by_x)
+        self.num_scratch: int = _library.scratch(self.c_struct)  # bytes
 
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, mailbox: Mailbox | None = None) -> Tensor:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, status_words: StatusWords | None = None) -> Tensor:
         sums = x.new_empty(self.num_sums, dtype=torch.float64)
         scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         call = _sums(
             0, x.data_ptr(), 0, 0, sums.data_ptr(), 0, 0, 0 if scratch is None else scratch.data_ptr(), 0, signature
         )
-        if status := _library.forward_sums(self.in_c, call):
+        if status := _library.forward_sums(self.c_struct, call):
             _refuse(status)
         return sums
 
     def forward_outputs(
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0,
-        mailbox: Mailbox | None = None,
+        status_words: StatusWords | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), (running_mean, running_var, counter) = inputs, buffers
         y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)
@@ -110,7 +110,7 @@ class Forward(interface.ForwardKernels):
             0 if running_var is None else running_var.data_ptr(), 0 if counter is None else counter.data_ptr(),
             y.data_ptr(), statistics.data_ptr(), momentum or 0.0,
         )  # fmt: skip
-        status = _library.forward_outputs(self.in_c, call)
+        status = _library.forward_outputs(self.c_struct, call)
         if status and status != NOT_FINITE:
             _refuse(status)
         if running_mean is not None and running_var is not None:  # autograd is to see what has changed
@@ -124,18 +124,18 @@ class Forward(interface.ForwardKernels):
 class Backward(interface.BackwardKernels):
     """As Forward."""
 
-    def __init__(self, kind: interface.BackwardKind) -> None:
-        super().__init__(kind)
-        self.in_c, self.num_channels = _in_c(kind), kind.layout.sizes[1]
-        self.num_sums = 2 * self.num_channels + interface.TRAILER_NUMBERS
-        self.num_scratch: int = _library.scratch(self.in_c)  # bytes
+    def __init__(self, config: interface.BackwardConfig) -> None:
+        super().__init__(config)
+        self.c_struct, self.num_channels = _c_struct(config), config.layout.sizes[1]
+        self.num_sums = 2 * self.num_channels + interface.TRAILER_ELEMENTS
+        self.num_scratch: int = _library.scratch(self.c_struct)  # bytes
 
     def backward_sums(
         self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        (x, _, statistics, y), kind, num_channels = saved, self.kind, self.num_channels
+        (x, _, statistics, y), config, num_channels = saved, self.config, self.num_channels
         sums = statistics.new_empty(self.num_sums)
-        weight_dtype, bias_dtype = kind.grad_weight_dtype, kind.grad_bias_dtype
+        weight_dtype, bias_dtype = config.grad_weight_dtype, config.grad_bias_dtype
         grad_weight = None if weight_dtype is None else x.new_empty(num_channels, dtype=weight_dtype)
         grad_bias = None if bias_dtype is None else x.new_empty(num_channels, dtype=bias_dtype)
         scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
@@ -145,22 +145,24 @@ class Backward(interface.BackwardKernels):
             0 if scratch is None else scratch.data_ptr(), 0 if forward_total is None else forward_total.data_ptr(),
             signature,
         )  # fmt: skip
-        if status := _library.backward_sums(self.in_c, call):
+        if status := _library.backward_sums(self.c_struct, call):
             _refuse(status)
         return sums, grad_weight, grad_bias
 
-    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None) -> GradientPair:
-        (x, weight, statistics, y), kind = saved, self.kind
-        grad_x = torch.empty_like(x) if kind.needs_x or kind.needs_residual else None
-        grad_residual = torch.empty_like(x) if kind.needs_residual else None
+    def backward_outputs(
+        self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
+    ) -> GradientPair:
+        (x, weight, statistics, y), config = saved, self.config
+        grad_x = torch.empty_like(x) if config.needs_x or config.needs_residual else None
+        grad_residual = torch.empty_like(x) if config.needs_residual else None
         call = _backward_outputs(
             dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), statistics.data_ptr(), total.data_ptr(),
             0 if weight is None else weight.data_ptr(), 0 if grad_x is None else grad_x.data_ptr(),
             0 if grad_residual is None else grad_residual.data_ptr(),
         )  # fmt: skip
-        if status := _library.backward_outputs(self.in_c, call):
+        if status := _library.backward_outputs(self.c_struct, call):
             _refuse(status)
-        return grad_x if kind.needs_x else None, grad_residual
+        return grad_x if config.needs_x else None, grad_residual
 
 
 def _refuse(status: int) -> None:

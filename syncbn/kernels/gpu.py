@@ -17,21 +17,20 @@ import triton.language as tl
 from torch import Tensor
 
 from syncbn.kernels import gpu_channels, gpu_tiles, interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved
-from syncbn.layout import Layout
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Layout, Saved, StatusWords
 from syncbn.statistics import compute_dtype, num_statistics
-from syncbn.torch_internals.autograd import increment_version
+from syncbn.torch_internals import increment_version
 
 VALUES = 4  # that a thread loads at once; with 8, of 16 bits, the sums would not fit in its registers
 COLUMNS = 64, 32  # channels of a tile, where they are neighbours. 32 of 16 bits are 64 bytes
 WARPS_IN_RUNS, WARPS = 4, 8  # of a program
 SUMMING_REGISTERS, MAPPING_REGISTERS = 80, 64  # of a thread
 SUMMING_THREADS = 768  # that run on a multiprocessor at once, with so many registers each
-MOST_PARTS = 512  # of a sum, which a second kernel adds; fewer would leave multiprocessors idle where C <= 64
+MAX_PARTS = 512  # of a sum, which a second kernel adds; fewer would leave multiprocessors idle where C <= 64
 MAPPING_PROGRAMS = 8192
 MULTIPROCESSORS = 132  # where there is no GPU
 DOUBLE = torch.float64  # of sums and statistics
-NO_MAILBOX = Mailbox(0, 0, 0)
+NO_STATUS = StatusWords(0, 0, 0)
 
 Dtypes: TypeAlias = tuple[torch.dtype | None, ...]
 # How to run a compiled kernel, the function that gives a device's stream, what Triton's launch takes next, and the
@@ -132,10 +131,10 @@ class _Launches:
         most_parts, registers = MAPPING_PROGRAMS // max(1, self.spans), MAPPING_REGISTERS
         if kernel is gpu_tiles.parts_of_sums:
             programs = _num_multiprocessors(self.device) * SUMMING_THREADS // (32 * self.warps)  # that run at once
-            most_parts, registers = min(MOST_PARTS, programs // max(1, self.spans)), SUMMING_REGISTERS
-        of_group = gpu_tiles.GROUP.value * self.tiles.rows
-        num_groups = triton.cdiv(self.num_rows, of_group)
-        rows_of_program = triton.cdiv(num_groups, max(1, min(num_groups, most_parts))) * of_group
+            most_parts, registers = min(MAX_PARTS, programs // max(1, self.spans)), SUMMING_REGISTERS
+        group_status = gpu_tiles.GROUP.value * self.tiles.rows
+        num_groups = triton.cdiv(self.num_rows, group_status)
+        rows_of_program = triton.cdiv(num_groups, max(1, min(num_groups, most_parts))) * group_status
         grid = self.spans, max(1, triton.cdiv(self.num_rows, max(1, rows_of_program)))
         return Launch(
             kernel, grid, self.device, dtypes, (self.num_rows, rows_of_program, *self.numbers), (self.tiles, relu),
@@ -153,47 +152,47 @@ class _Launches:
 
 
 class Forward(interface.ForwardKernels):
-    def __init__(self, kind: interface.ForwardKind) -> None:
-        super().__init__(kind)
-        if not kind.single_rank:
-            self.for_single_rank = Forward(kind._replace(single_rank=True))
-        self.channels, launches = kind.layout.sizes[1], _Launches(kind.layout, kind.dtype, kind.device)
-        self.narrow = compute_dtype(kind.dtype)  # of coefficients
-        over, dtype, of_relu = launches.over_channels, kind.dtype, int(kind.masks_by_x)
+    def __init__(self, config: interface.ForwardConfig) -> None:
+        super().__init__(config)
+        if not config.single_rank:
+            self.for_single_rank = Forward(config._replace(single_rank=True))
+        self.channels, launches = config.layout.sizes[1], _Launches(config.layout, config.dtype, config.device)
+        self.narrow = compute_dtype(config.dtype)  # of coefficients
+        over, dtype, of_relu = launches.over_channels, config.dtype, int(config.masks_by_x)
         self.parts_of_sums = launches.over_tiles(gpu_tiles.parts_of_sums, (dtype, None, None, None, DOUBLE), False)
         self.num_parts = self.parts_of_sums.grid[1]
         self.add_parts = over(gpu_channels.add_parts, (DOUBLE, DOUBLE), self.num_parts)
-        counter = torch.int64 if kind.has_counter else None
-        of_buffers = kind.mean_dtype, kind.var_dtype, counter, counter if kind.averages else None
-        dtypes = DOUBLE, kind.weight_dtype, kind.bias_dtype, *of_buffers, DOUBLE, self.narrow
-        num_parts = self.num_parts if kind.single_rank else 1  # a total is one part
-        self.forward_channels = over(gpu_channels.forward_channels, dtypes, num_parts, of_relu, float(kind.eps))
-        residual = dtype if kind.has_residual else None
-        self.normalize = launches.over_tiles(gpu_tiles.normalize, (dtype, residual, dtype, self.narrow), kind.relu)
-        self.num_statistics = num_statistics(self.channels, kind.masks_by_x)
+        counter = torch.int64 if config.has_counter else None
+        of_buffers = config.mean_dtype, config.var_dtype, counter, counter if config.averages else None
+        dtypes = DOUBLE, config.weight_dtype, config.bias_dtype, *of_buffers, DOUBLE, self.narrow
+        num_parts = self.num_parts if config.single_rank else 1  # a total is one part
+        self.forward_channels = over(gpu_channels.forward_channels, dtypes, num_parts, of_relu, float(config.eps))
+        residual = dtype if config.has_residual else None
+        self.normalize = launches.over_tiles(gpu_tiles.normalize, (dtype, residual, dtype, self.narrow), config.relu)
+        self.num_statistics = num_statistics(self.channels, config.masks_by_x)
 
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, mailbox: Mailbox | None = None) -> Tensor:
-        parts = x.new_empty(2 * self.channels * self.num_parts + interface.TRAILER_NUMBERS, dtype=DOUBLE)
-        host, _, tag = mailbox or NO_MAILBOX
-        self.parts_of_sums(x.data_ptr(), 0, 0, 0, parts.data_ptr(), varying=(signature, host, tag))
-        if self.kind.single_rank or self.num_parts == 1:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, status_words: StatusWords | None = None) -> Tensor:
+        parts = x.new_empty(2 * self.channels * self.num_parts + interface.TRAILER_ELEMENTS, dtype=DOUBLE)
+        host, _, sequence_number = status_words or NO_STATUS
+        self.parts_of_sums(x.data_ptr(), 0, 0, 0, parts.data_ptr(), varying=(signature, host, sequence_number))
+        if self.config.single_rank or self.num_parts == 1:
             return parts
-        sums = parts.new_empty(2 * self.channels + interface.TRAILER_NUMBERS)
+        sums = parts.new_empty(2 * self.channels + interface.TRAILER_ELEMENTS)
         self.add_parts(parts.data_ptr(), sums.data_ptr(), varying=(signature,))
         return sums
 
     def forward_outputs(
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0,
-        mailbox: Mailbox | None = None,
+        status_words: StatusWords | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), (running_mean, running_var, counter) = inputs, buffers
         y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)  # before any buffer is updated
         coefficients = total.new_empty(3 * self.channels, dtype=self.narrow)
         # The first program counts the batch while others may read how many there were.
-        counter_before = counter.clone() if self.kind.averages and counter is not None else None
-        of_channels = map(_address, (weight, bias, running_mean, running_var, counter, counter_before))
-        addresses = total.data_ptr(), *of_channels, statistics.data_ptr(), coefficients.data_ptr()
-        self.forward_channels(*addresses, varying=(float(momentum or 0.0), *(mailbox or NO_MAILBOX)))
+        counter_before = counter.clone() if self.config.averages and counter is not None else None
+        channel_addresses = map(_address, (weight, bias, running_mean, running_var, counter, counter_before))
+        addresses = total.data_ptr(), *channel_addresses, statistics.data_ptr(), coefficients.data_ptr()
+        self.forward_channels(*addresses, varying=(float(momentum or 0.0), *(status_words or NO_STATUS)))
         # Autograd is to see what has changed.
         increment_version([buffer for buffer in (running_mean, running_var, counter) if buffer is not None])
         self.normalize(x.data_ptr(), _address(residual), y.data_ptr(), coefficients.data_ptr())
@@ -203,65 +202,67 @@ class Forward(interface.ForwardKernels):
 class Backward(interface.BackwardKernels):
     """With `single_rank`, coefficients stand in place of the sums, which saves a launch."""
 
-    def __init__(self, kind: interface.BackwardKind) -> None:
-        super().__init__(kind)
-        self.channels, launches = kind.layout.sizes[1], _Launches(kind.layout, kind.dtype, kind.device)
-        self.narrow = compute_dtype(kind.dtype)  # of coefficients
-        dtype, y, of_relu = kind.dtype, kind.dtype if kind.masks_by_y else None, int(kind.masks_by_x)
+    def __init__(self, config: interface.BackwardConfig) -> None:
+        super().__init__(config)
+        self.channels, launches = config.layout.sizes[1], _Launches(config.layout, config.dtype, config.device)
+        self.narrow = compute_dtype(config.dtype)  # of coefficients
+        dtype, y, of_relu = config.dtype, config.dtype if config.masks_by_y else None, int(config.masks_by_x)
         of_sums = dtype, dtype, y, DOUBLE, DOUBLE
-        self.parts_of_sums = launches.over_tiles(gpu_tiles.parts_of_sums, of_sums, kind.masks_by_x)
+        self.parts_of_sums = launches.over_tiles(gpu_tiles.parts_of_sums, of_sums, config.masks_by_x)
         self.num_parts = num_parts = self.parts_of_sums.grid[1]
         over, kernels, compute = launches.over_channels, gpu_channels, launches.tiles.compute
-        grads, coefficients = (kind.grad_weight_dtype, kind.grad_bias_dtype), (kind.weight_dtype, self.narrow)
+        grads, coefficients = (config.grad_weight_dtype, config.grad_bias_dtype), (config.weight_dtype, self.narrow)
         self.gradient_sums = over(kernels.gradient_sums, (DOUBLE, DOUBLE, DOUBLE, *grads), num_parts, compute=compute)
         self.channels_of_total = over(kernels.backward_channels, (DOUBLE, DOUBLE, *coefficients), of_relu)
         dtypes: Dtypes = DOUBLE, DOUBLE, *grads, *coefficients
         self.channels_of_parts = over(kernels.backward_channels_of_parts, dtypes, num_parts, of_relu, compute=compute)
-        dtypes = dtype, dtype, y, dtype, dtype if kind.needs_residual else None, self.narrow
-        self.input_gradient = launches.over_tiles(gpu_tiles.input_gradient, dtypes, kind.masks_by_x)
+        dtypes = dtype, dtype, y, dtype, dtype if config.needs_residual else None, self.narrow
+        self.input_gradient = launches.over_tiles(gpu_tiles.input_gradient, dtypes, config.masks_by_x)
 
     def backward_sums(
         self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        (x, weight, statistics, y), kind = saved, self.kind
-        weight_dtype, bias_dtype = kind.grad_weight_dtype, kind.grad_bias_dtype
+        (x, weight, statistics, y), config = saved, self.config
+        weight_dtype, bias_dtype = config.grad_weight_dtype, config.grad_bias_dtype
         grad_weight = None if weight_dtype is None else x.new_empty(self.channels, dtype=weight_dtype)
         grad_bias = None if bias_dtype is None else x.new_empty(self.channels, dtype=bias_dtype)
         parts, of_statistics = statistics.new_empty(2 * self.channels * self.num_parts), statistics.data_ptr()
         of_parts, grads = parts.data_ptr(), (_address(grad_weight), _address(grad_bias))
         self.parts_of_sums(x.data_ptr(), dy.data_ptr(), _address(y), of_statistics, of_parts, varying=(UNSIGNED, 0, 0))
-        if kind.single_rank:
+        if config.single_rank:
             sums = statistics.new_empty(6 * self.channels, dtype=self.narrow)
             self.channels_of_parts(of_parts, of_statistics, *grads, _address(weight), sums.data_ptr())
         else:
-            sums = statistics.new_empty(2 * self.channels + interface.TRAILER_NUMBERS)
+            sums = statistics.new_empty(2 * self.channels + interface.TRAILER_ELEMENTS)
             addresses = of_parts, sums.data_ptr(), of_statistics, *grads
             self.gradient_sums(*addresses, varying=(signature, _address(forward_total)))
         return sums, grad_weight, grad_bias
 
-    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None) -> GradientPair:
-        (x, weight, statistics, y), kind = saved, self.kind
-        if not (kind.needs_x or kind.needs_residual):
-            if mailbox is not None:
-                look_at_total(total, False, mailbox)
+    def backward_outputs(
+        self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
+    ) -> GradientPair:
+        (x, weight, statistics, y), config = saved, self.config
+        if not (config.needs_x or config.needs_residual):
+            if status_words is not None:
+                look_at_total(total, False, status_words)
             return None, None
         coefficients = total
-        if not kind.single_rank:
+        if not config.single_rank:
             coefficients = statistics.new_empty(6 * self.channels, dtype=self.narrow)
             addresses = total.data_ptr(), statistics.data_ptr(), _address(weight), coefficients.data_ptr()
-            self.channels_of_total(*addresses, varying=mailbox or NO_MAILBOX)
-        grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if kind.needs_residual else None
+            self.channels_of_total(*addresses, varying=status_words or NO_STATUS)
+        grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if config.needs_residual else None
         outputs = grad_x.data_ptr(), _address(grad_residual), coefficients.data_ptr()
         self.input_gradient(dy.data_ptr(), x.data_ptr(), _address(y), *outputs)
-        return grad_x if kind.needs_x else None, grad_residual
+        return grad_x if config.needs_x else None, grad_residual
 
 
-def look_at_total(total: Tensor, is_forward: bool, mailbox: Mailbox, sums: Tensor | None = None) -> None:
+def look_at_total(total: Tensor, is_forward: bool, status_words: StatusWords, sums: Tensor | None = None) -> None:
     """Notes what the trailer of a total tells, where none of the kernels above reads it, and `sums` of this rank with a
     trailer that are not finite. Behind a fault n of the total becomes 0."""
-    num_sums = total.numel() - interface.TRAILER_NUMBERS
+    num_sums = total.numel() - interface.TRAILER_ELEMENTS
     addresses = total.data_ptr() + 8 * num_sums, (total if sums is None else sums).data_ptr()
-    _look_at_total(total.device)(*addresses, varying=(*mailbox, int(is_forward), 0 if sums is None else num_sums))
+    _look_at_total(total.device)(*addresses, varying=(*status_words, int(is_forward), 0 if sums is None else num_sums))
 
 
 @functools.cache

@@ -1,10 +1,11 @@
-"""Computes per-channel values in Triton: sums of what gpu_tiles.py found, coefficients, running statistics. Looks at
-the total of an all_reduce, and notes in a mailbox what it saw: see Mailbox in interface.py.
+"""Triton kernels over per-channel values: they add partial sums, compute coefficients and update running statistics.
+They also check the total of an all_reduce and store the result in status words, see StatusWords in interface.py.
 
-A program has CHANNELS channels, and computes in float64. gpu.py launches it. Uses only features of Triton 3.6.
+Each program handles CHANNELS channels and computes in float64. gpu.py launches the kernels. Uses only features of
+Triton 3.6.
 
-`parts` are (num_parts, 2, channels) sums; in forward n follows, the number of values of a channel. The sums of all
-ranks are one part. Stores to a mailbox go to the host's memory, where nobody waits for them.
+`parts` are partial sums (num_parts, 2, channels), in forward followed by n, the number of values per channel. The total
+over all ranks counts as one part. Stores to the status words in the host's memory are not waited for.
 """
 
 # Triton has types of its own, and reads this source: constants are upper case, branches on them need their else.
@@ -17,9 +18,9 @@ import triton
 import triton.language as tl
 
 from syncbn.kernels import interface
-from syncbn.statistics import TIMES_N
+from syncbn.statistics import N_COPIES
 
-TIMES_N = tl.constexpr(TIMES_N)
+N_COPIES = tl.constexpr(N_COPIES)
 ENDED, FAULT = tl.constexpr(interface.ENDED), tl.constexpr(interface.FAULT)
 LOCAL_NOT_FINITE = tl.constexpr(interface.LOCAL_NOT_FINITE)
 RANKS_DIFFER, BAD_ARGUMENT = tl.constexpr(interface.RANKS_DIFFER), tl.constexpr(interface.BAD_ARGUMENT)
@@ -29,9 +30,9 @@ CHANNELS, PARTS = tl.constexpr(8), tl.constexpr(128)  # that a program adds at o
 MIXED = tl.constexpr(1024)  # sums whose bits a program mixes at once
 MIXER = tl.constexpr(interface.MIXER)
 SUMS = tl.constexpr(256)  # that look_at_total looks at at once
-MAILBOX = ["host", "state", "tag"]  # integers, which are all 0 where there is no mailbox
+STATUS_WORDS = ["host", "state", "sequence_number"]  # integers, all 0 without status words
 # Triton would compile anew for other values of these, and for tensors that begin between multiples of 16 bytes.
-SIZES = ["num_parts", "channels", "of_relu", *MAILBOX]
+SIZES = ["num_parts", "channels", "of_relu", *STATUS_WORDS]
 TENSORS = [
     "parts", "sums", "weight", "bias", "running_mean", "running_var", "counter", "counter_before", "statistics",
     "grad_weight", "grad_bias", "coefficients",
@@ -55,47 +56,49 @@ def words_at(address):
 
 
 @triton.jit
-def note_unless_finite(first, second, host, tag):
+def note_unless_finite(first, second, host, sequence_number):
     """Stores the number of the all_reduce if one of these sums of a rank is infinite or NaN, and the word is 0. Only
     then it is loaded, as that takes long from the host's memory."""
     is_nan = first * 0 + second * 0 != 0  # 0 times an infinite sum is NaN, and that is not 0
-    tags = tl.full(first.shape, tag, tl.int64)
-    words = words_at(host) + LOCAL_NOT_FINITE + tl.zeros_like(tags)
-    is_free = tl.load(words, mask=tl.where(tag > 0, is_nan, False), other=1) == 0
-    tl.store(words, tags, mask=is_free)
+    sequence_numbers = tl.full(first.shape, sequence_number, tl.int64)
+    words = words_at(host) + LOCAL_NOT_FINITE + tl.zeros_like(sequence_numbers)
+    is_free = tl.load(words, mask=tl.where(sequence_number > 0, is_nan, False), other=1) == 0
+    tl.store(words, sequence_numbers, mask=is_free)
 
 
 @triton.jit
-def look(trailer, is_forward, host, state, tag):
+def look(trailer, is_forward, host, state, sequence_number):
     """Whether there is a fault, in this total or an earlier one. The first program notes the first fault, and that the
-    all_reduce has ended. Without a mailbox nothing is a fault."""
+    all_reduce has ended. Without status words nothing is a fault."""
     num_values, num_signed = tl.load(trailer), tl.load(trailer + 1)
     total, squares = tl.load(trailer + 2), tl.load(trailer + 3)
-    kind = tl.where(tl.where(is_forward != 0, num_values, 0.0) == 1.0, ONE_VALUE, 0)
-    kind = tl.where(num_values != num_values, BAD_ARGUMENT, kind)
-    kind = tl.where(num_signed * squares != total * total, RANKS_DIFFER, kind)
-    kind = tl.where(tag != 0, kind, 0)
-    earlier = tl.load(words_at(state), mask=tag != 0, other=0)
+    fault_kind = tl.where(tl.where(is_forward != 0, num_values, 0.0) == 1.0, ONE_VALUE, 0)
+    fault_kind = tl.where(num_values != num_values, BAD_ARGUMENT, fault_kind)
+    fault_kind = tl.where(num_signed * squares != total * total, RANKS_DIFFER, fault_kind)
+    fault_kind = tl.where(sequence_number != 0, fault_kind, 0)
+    earlier = tl.load(words_at(state), mask=sequence_number != 0, other=0)
     if tl.program_id(0) == 0:
-        if tl.where(earlier == 0, kind, 0) != 0:
-            fault = tl.cast(tag, tl.int64) * 4 + kind
+        if tl.where(earlier == 0, fault_kind, 0) != 0:
+            fault = tl.cast(sequence_number, tl.int64) * 4 + fault_kind
             tl.store(words_at(state), fault)
             tl.store(words_at(host) + FAULT, fault)
-        if tag > 0:
-            tl.store(words_at(host) + ENDED, tag)
-    return tl.where(earlier == 0, kind, 1) != 0
+        if sequence_number > 0:
+            tl.store(words_at(host) + ENDED, sequence_number)
+    return tl.where(earlier == 0, fault_kind, 1) != 0
 
 
-@triton.jit(do_not_specialize=[*MAILBOX, "is_forward", "num_sums"], do_not_specialize_on_alignment=["trailer", "sums"])
-def look_at_total(trailer, sums, host: tl.int64, state: tl.int64, tag: tl.int64, is_forward, num_sums):
+@triton.jit(
+    do_not_specialize=[*STATUS_WORDS, "is_forward", "num_sums"], do_not_specialize_on_alignment=["trailer", "sums"]
+)
+def look_at_total(trailer, sums, host: tl.int64, state: tl.int64, sequence_number: tl.int64, is_forward, num_sums):
     """For a total that the kernels of a GPU do not read, and the sums of this rank in it. Behind a fault n becomes 0,
     and torch's operations then leave the running statistics as they are."""
-    if look(trailer, is_forward, host, state, tag):
+    if look(trailer, is_forward, host, state, sequence_number):
         tl.store(trailer, 0.0)
     for start in range(0, num_sums, SUMS):
         index = start + tl.arange(0, SUMS)
         numbers = tl.load(sums + index, mask=index < num_sums, other=0.0)
-        note_unless_finite(numbers, numbers, host, tag)
+        note_unless_finite(numbers, numbers, host, sequence_number)
 
 
 @triton.jit
@@ -172,11 +175,12 @@ def add_parts(parts, sums, signature: tl.float64, channels, num_parts):
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def forward_channels(
     parts, weight, bias, running_mean, running_var, counter, counter_before, statistics, coefficients,
-    momentum: tl.float64, host: tl.int64, state: tl.int64, tag: tl.int64, channels, num_parts, of_relu, eps: tl.float64,
+    momentum: tl.float64, host: tl.int64, state: tl.int64, sequence_number: tl.int64, channels, num_parts, of_relu,
+    eps: tl.float64,
 ):  # fmt: skip
     """Adds up the parts, stores the statistics and the coefficients of y, and updates the running statistics, which
     average all batches if there is a copy of the counter. Unless of_relu is 0, scale and shift follow the statistics.
-    With a mailbox the parts are one, the total of an all_reduce."""
+    With status words there is one part, the total of an all_reduce."""
     channel, exists = _channels(channels)
     first, second = _total(parts, num_parts, channels)
     trailer = parts + 2 * tl.cast(num_parts, tl.int64) * channels
@@ -190,8 +194,8 @@ def forward_channels(
     tl.store(statistics + channel, mean, mask=exists)
     tl.store(statistics + channels + channel, var, mask=exists)
     tl.store(statistics + 2 * channels + channel, invstd, mask=exists)
-    tl.store(statistics + 3 * channels + tl.arange(0, TIMES_N), num_values, mask=is_first)
-    has_fault = look(trailer, 1, host, state, tag)
+    tl.store(statistics + 3 * channels + tl.arange(0, N_COPIES), num_values, mask=is_first)
+    has_fault = look(trailer, 1, host, state, sequence_number)
     if counter is not None:
         tl.store(counter, tl.load(counter) + 1, mask=tl.where(has_fault, False, is_first))
     rest = _store_split(coefficients, mean, channel, exists)
@@ -200,8 +204,8 @@ def forward_channels(
     _store_number(coefficients, channels + channel, scale, exists)
     _store_number(coefficients, 2 * channels + channel, shift, exists)
     keeps = tl.where(of_relu != 0, exists, False)  # with &, Triton's interpreter makes an int32
-    tl.store(statistics + TIMES_N + 3 * channels + channel, scale, mask=keeps)
-    tl.store(statistics + TIMES_N + 4 * channels + channel, shift, mask=keeps)
+    tl.store(statistics + N_COPIES + 3 * channels + channel, scale, mask=keeps)
+    tl.store(statistics + N_COPIES + 4 * channels + channel, shift, mask=keeps)
     if running_mean is not None:
         share = momentum if counter_before is None else 1.0 / (tl.load(counter_before) + 1).to(tl.float64)
         exists = tl.where(has_fault, False, exists)
@@ -243,7 +247,7 @@ def _store_coefficients(sum_dy, sum_dy_xmu, statistics, weight, coefficients, ch
     _store_number(coefficients, 3 * channels + channel, -a * (sum_dy / count) - b * rest, exists)
     keeps = tl.where(of_relu != 0, exists, False)  # scale and shift, which follow the statistics
     for row in tl.static_range(3, 5):
-        number = tl.load(statistics + TIMES_N + row * channels + channel, mask=keeps, other=0.0)
+        number = tl.load(statistics + N_COPIES + row * channels + channel, mask=keeps, other=0.0)
         _store_number(coefficients, (row + 1) * channels + channel, number, keeps)
 
 
@@ -279,9 +283,10 @@ def gradient_sums(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def backward_channels(
-    sums, statistics, weight, coefficients, host: tl.int64, state: tl.int64, tag: tl.int64, channels, of_relu
+    sums, statistics, weight, coefficients, host: tl.int64, state: tl.int64, sequence_number: tl.int64, channels,
+    of_relu,
 ):  # fmt: skip
-    look(sums + 2 * channels, 0, host, state, tag)
+    look(sums + 2 * channels, 0, host, state, sequence_number)
     first, second = _total(sums, 1, channels)
     _store_coefficients(first, second, statistics, weight, coefficients, channels, of_relu)
 

@@ -11,8 +11,8 @@ Programs are numbered (span, part): which channel or channels, and which of the 
 
 A program adds CHUNK tiles in float32 before it adds on in float64; of x it adds the differences from a center near the
 mean, as float32 would lose small ones beside a large mean. A second kernel, in gpu_channels.py, adds what the programs
-found. The order of additions depends on the sizes and the kind of GPU only: no addition is atomic, and the same input
-gives the same bits. Of float64 values all is float64.
+found. The order of additions depends only on the sizes and the GPU model: no addition is atomic, and the same input
+gives the same bits. float64 inputs are processed in float64 throughout.
 
 Maps go over the tiles in reverse: what the sums have read last may still be in the GPU's cache.
 """
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from syncbn.kernels.gpu_channels import MAILBOX, TIMES_N, note_unless_finite, store_trailer
+from syncbn.kernels.gpu_channels import N_COPIES, STATUS_WORDS, note_unless_finite, store_trailer
 
 
 class Tiles(NamedTuple):
@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 GROUP = tl.constexpr(4)  # tiles that are loaded before the first is used
 CHUNK = tl.constexpr(32)  # tiles
 # Triton would compile anew for a size that is 1, or a multiple of 16.
-SIZES = ["num_rows", "rows_of_program", "channels", "inner", "multiplier", "shift", *MAILBOX]
+SIZES = ["num_rows", "rows_of_program", "channels", "inner", "multiplier", "shift", *STATUS_WORDS]
 
 
 @triton.jit
@@ -160,11 +160,11 @@ def _widened(sums, TILES: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def parts_of_sums(
-    x, dy, y, statistics, parts, signature: tl.float64, host: tl.int64, tag: tl.int64, num_rows, rows_of_program,
-    channels, inner, multiplier, shift, TILES: tl.constexpr, RELU: tl.constexpr,
+    x, dy, y, statistics, parts, signature: tl.float64, host: tl.int64, sequence_number: tl.int64, num_rows,
+    rows_of_program, channels, inner, multiplier, shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Sums of x and x^2; with dy, of dy and dy * (x - mean), where dy counts as 0 if the output of a relu is 0.
-    A mailbox gets the tag unless those of x are finite.
+    The sequence number is stored in the status words unless the sums of x are finite.
 
     parts: (parts, 2, channels) numbers; without dy the trailer follows, so that one part is a payload.
     """
@@ -182,8 +182,8 @@ def parts_of_sums(
     center_of_tile = _across(center, TILES)
     scale, offset = 0.0, 0.0
     if RELU:  # they follow the statistics
-        scale = _coefficient(statistics + TIMES_N, 3, channels, channel, exists, TILES)
-        offset = _coefficient(statistics + TIMES_N, 4, channels, channel, exists, TILES)
+        scale = _coefficient(statistics + N_COPIES, 3, channels, channel, exists, TILES)
+        offset = _coefficient(statistics + N_COPIES, 4, channels, channel, exists, TILES)
 
     zeros = tl.full((TILES.rows, TILES.columns), 0.0, TILES.compute)
     first, second = _widened(zeros, TILES), _widened(zeros, TILES)
@@ -214,7 +214,7 @@ def parts_of_sums(
     tl.store(pair + channel, first, mask=exists)
     tl.store(pair + channels + channel, second, mask=exists)
     if dy is None:
-        note_unless_finite(first, second, host, tag)
+        note_unless_finite(first, second, host, sequence_number)
         if (span == 0) & (part == 0):
             trailer = parts + 2 * tl.cast(tl.num_programs(1), tl.int64) * channels
             store_trailer(trailer, tl.cast(num_rows, tl.float64) * values_of_row, signature)

@@ -1,66 +1,139 @@
-"""Declares what a back end offers. Four kernels: sums and outputs, forward and backward.
+"""Declares the interface of the kernels: two calls for the forward pass, two for the backward pass.
 
-    forward_sums     x -> sum x, sum x^2 and n of each channel
-    forward_outputs  their totals over all ranks -> y and the statistics
-    backward_sums    dy, x -> sum dy, sum dy * (x - mean); grad_weight and grad_bias of this rank
-    backward_outputs their totals over all ranks -> grad_x, and the gradient of a residual
+    forward_sums      x -> sum x, sum x^2 and n per channel, local
+    forward_outputs   their totals over all ranks -> y, statistics; updates the running statistics
+    backward_sums     dy, x -> sum dy, sum dy * (x - mean) per channel, local; grad_weight and grad_bias of this rank
+    backward_outputs  their totals over all ranks -> grad_x, and the gradient of a residual
 
-An all_reduce of the sums stands between the two calls of a pass. A back end is a module with two classes, Forward and
-Backward. reference.py defines the calls by torch operations, for the general road; operators.py must compute the same.
-So must cpu.py and gpu.py, for the ordinary road: their calls, which are declared here, also
-sign the sums and update the running statistics.
+The caller all_reduces the sums between the two calls of a pass. A back end is a module with two classes, Forward and
+Backward:
 
-Kernels compute: they know no ranks and refuse nothing. What ranks have sent is compared by the caller; on a GPU, where
-the host does not wait for a total, the kernel that reads it compares, and notes what it found in a Mailbox.
+    reference.py      torch operations, which define the results; the fallback uses them
+    operators.py      torch operators on top of cpu.py and gpu.py, for compiled graphs and other calls of the fallback
+    cpu.py, gpu.py    the kernels of the fast path, with the signatures below; they also sign the sums and update the
+                      running statistics
+
+Kernels know no ranks and refuse no input. On CPUs the caller compares what the ranks have sent. On GPUs the host does
+not wait for the total, so the kernel that reads the total makes the comparison and stores the result in `StatusWords`.
 """
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from typing import Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from syncbn.layout import Layout
-
-# All sums end in a trailer: n in forward and 0 in backward; then 1, s and s^2 for a signature s, or zeros without one.
-TRAILER_NUMBERS, SIGNATURE_NUMBERS = 4, 3
-MIXER = 0x9E3779B97F4A7C15 - 2**64  # odd, 64 bits, as an int64: see signature_of_call in reference.py
-MOST_KERNELS = 4096  # in the cache of a pass
-UNSIGNED = 0  # the signature s of sums without one; else 0 < s < 2^26, see ranks/sites.py
+# The sums of each pass end in a trailer of four elements: n in forward or 0 in backward, and three elements of a
+# signature s: 1, s, s^2, or zeros without a signature.
+TRAILER_ELEMENTS, SIGNATURE_ELEMENTS = 4, 3
+UNSIGNED = 0  # in place of a signature, which is in 0 < s < 2^26; ranks/sites.py computes it
+MIXER = 0x9E3779B97F4A7C15 - 2**64  # odd, as an int64; reference.py's signature_of_call multiplies by it
+MAX_CACHED_KERNELS = 4096  # per pass
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # keyed by the number of dims
 
 Inputs: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual
 Buffers: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]  # running_mean, running_var, counter
 NO_BUFFERS: Buffers = (None, None, None)
 Saved: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # x, weight, statistics, y
-Needed: TypeAlias = tuple[bool, bool, bool, bool]  # the gradients of x, weight, bias, residual
-Kind = TypeVar("Kind")  # ForwardKind or BackwardKind
-GradientPair: TypeAlias = tuple[Tensor | None, Tensor | None]  # of x, residual
+Needed: TypeAlias = tuple[bool, bool, bool, bool]  # which gradients to compute: x, weight, bias, residual
+Config = TypeVar("Config")  # ForwardConfig or BackwardConfig
+GradientPair: TypeAlias = tuple[Tensor | None, Tensor | None]  # grad_x, grad_residual
 
-# The words of a mailbox's `host`, by index.
-ENDED = 0  # the tag of the last all_reduce whose total was looked at
-FAULT = 1  # tag * 4 + kind of the first fault, else 0; `divmod(word, 4)` gives both back, of negative tags too
-# The tag of the first all_reduce of a forward to which this rank gave a sum that is infinite or NaN, since the host has
-# set the word to 0. That is no fault.
+# Indices into the status words of the host.
+ENDED = 0  # sequence number of the last all_reduce whose total a kernel has read
+FAULT = 1  # sequence number * 4 + fault config of the first fault, 0 without a fault; divmod(word, 4) splits it again
+# Sequence number of the first forward with non-finite local sums since the host cleared this word. This is a warning,
+# not an error.
 LOCAL_NOT_FINITE = 2
-# The kinds of faults, in the order in which they are looked for.
-RANKS_DIFFER = 1  # ranks have different signatures
-BAD_ARGUMENT = 2  # n is NaN, which a rank with a bad argument sends
-ONE_VALUE = 3  # a forward has exactly 1 value per channel
+# Fault kinds. Where several apply, RANKS_DIFFER takes precedence over BAD_ARGUMENT, and BAD_ARGUMENT over ONE_VALUE.
+RANKS_DIFFER = 1  # the ranks have different signatures
+BAD_ARGUMENT = 2  # n is NaN: a rank with a bad argument sends NaN
+ONE_VALUE = 3  # a forward has exactly one value per channel
 
 
-class Mailbox(NamedTuple):
-    """Words where a kernel notes what it saw of a total: addresses of int64 in memory that both host and GPU write and
-    read. Behind a fault, an earlier one too, kernels write neither running statistics nor counter."""
+class Layout(NamedTuple):
+    """How a non-overlapping and dense tensor is viewed as (outer, channel, inner). All tensors of a call share x's.
 
-    host: int  # address of 3 words: ENDED, FAULT, LOCAL_NOT_FINITE
-    state: int  # address of 1 word on the device: the first fault as in `host`, which kernels read
-    tag: int  # of this all_reduce: its number, > 0; < 0 in a captured graph, where a number would be a constant: then
-    # faults alone are noted; 0 without a mailbox
+    (N, C, H, W) contiguous                   -> (N, C, H*W)
+    (N, C, H, W) in channels_last             -> (N*H*W, C, 1)
+    (N, H, W, C) contiguous, channel_dim = 3  -> (N*H*W, C, 1)
+
+    Tensors with other strides are copied first, so that the output has the strides of nn.BatchNorm's output.
+    """
+
+    channel_dim: int  # not negative
+    channel_innermost: bool  # the tensor is in channels_last, and not contiguous
+    sizes: tuple[int, int, int]  # outer, channel, inner
+
+    @classmethod
+    def of(cls, tensor: Tensor, channel_dim: int) -> Self:
+        """Return the layout of `tensor`. A negative `channel_dim` counts from the last dim."""
+        channel_dim %= tensor.ndim
+        outer, inner = math.prod(tensor.shape[:channel_dim]), math.prod(tensor.shape[channel_dim + 1 :])
+        channel_innermost = channel_dim == 1 and not tensor.is_contiguous() and _is_channels_last(tensor)
+        if channel_innermost:
+            outer, inner = outer * inner, 1
+        return cls(channel_dim, channel_innermost, (outer, tensor.shape[channel_dim], inner))
+
+    def dense(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` if `fold` can view it, else a dense copy in this layout.
+
+        `contiguous` is not called on a contiguous tensor: it would return the same tensor, and a graph of torch 2.11,
+        which makes an output of each result in an autograd Function, gives no gradient to a tensor that is an output
+        twice.
+        """
+        if not self.channel_innermost:
+            return tensor if tensor.is_contiguous() else tensor.contiguous()
+        channel_at_end = tensor.movedim(self.channel_dim, -1)
+        if channel_at_end.is_contiguous():
+            return tensor
+        return channel_at_end.contiguous().movedim(-1, self.channel_dim)
+
+    def fold(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` as a contiguous (outer, channel, inner): a view if `tensor` is dense in this layout."""
+        tensor = self.dense(tensor)
+        if self.channel_innermost:
+            tensor = tensor.movedim(self.channel_dim, -1)
+        return tensor.view(self.sizes)
+
+    def unfold(self, folded: Tensor, shape: torch.Size) -> Tensor:
+        """Return a view of `folded` with the original `shape`. The inverse of `fold`."""
+        if not self.channel_innermost:
+            return folded.view(shape)
+        others = shape[: self.channel_dim] + shape[self.channel_dim + 1 :]
+        return folded.view(*others, shape[self.channel_dim]).movedim(-1, self.channel_dim)
 
 
-class ForwardKind(NamedTuple):
-    """What the tensors and options of a forward have in common with those of other calls: one Forward serves them.
+def _is_channels_last(tensor: Tensor) -> bool:
+    """Return whether torch treats the strides as channels_last or channels_last_3d, also for a tensor that is not
+    dense: an operator's output is in this format then."""
+    if tensor.ndim not in CHANNELS_LAST or 0 in tensor.shape:
+        return False
+    if tensor.is_contiguous(memory_format=CHANNELS_LAST[tensor.ndim]):
+        return True
+    least = 1
+    for dim in (1, *range(tensor.ndim - 1, 1, -1), 0):
+        if tensor.stride(dim) < least:
+            return False
+        least = tensor.stride(dim) * tensor.shape[dim]
+    return True
+
+
+class StatusWords(NamedTuple):
+    """Addresses of int64 words in which a GPU kernel stores what it sees in a total. After any fault, kernels write
+    neither running statistics nor the counter."""
+
+    host_address: int  # of the 3 words ENDED, FAULT and LOCAL_NOT_FINITE, in pinned memory that the host reads
+    device_address: int  # of 1 word in the GPU's memory: a copy of FAULT, which later kernels read
+    # Of this all_reduce, > 0. Negative in a captured graph, which replays with a constant: kernels then store only
+    # faults. 0: no status words.
+    sequence_number: int
+
+
+class ForwardConfig(NamedTuple):
+    """Configuration of the forward kernels.
 
     C channels. x, y and a residual have this layout, dtype and device; per-channel tensors are (C,).
     """
@@ -69,87 +142,95 @@ class ForwardKind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     eps: float = 1.0
-    relu: bool = False  # a relu is fused
-    has_residual: bool = False  # a residual is added before the relu
-    weight_dtype: torch.dtype | None = None  # of a tensor (C,), None where there is none; so the next
+    relu: bool = False  # apply relu last
+    has_residual: bool = False  # add a residual before the relu
+    weight_dtype: torch.dtype | None = None  # None without the tensor; the same for the three dtypes below
     bias_dtype: torch.dtype | None = None
     mean_dtype: torch.dtype | None = None
     var_dtype: torch.dtype | None = None
     has_counter: bool = False
     averages: bool = False  # momentum is None: the running statistics are the average of all batches
-    single_rank: bool = False  # The second call gets the sums as the first returned them, in any format.
+    single_rank: bool = False  # forward_outputs gets the result of forward_sums unchanged, in the back end's own format
 
     @property
     def masks_by_x(self) -> bool:
-        """Whether backward masks dy by x, scale and shift, which then follow the statistics."""
+        """Whether the backward of a fused relu masks dy by x, scale and shift, which then follow the statistics."""
         return self.relu and not self.has_residual
 
     @property
     def masks_by_y(self) -> bool:
-        """Whether backward masks dy by y, which is then saved."""
+        """Whether the backward of a fused relu masks dy by y, which is then saved."""
         return self.relu and self.has_residual
 
 
-class BackwardKind(NamedTuple):
-    """The same of a backward, for a Backward. dy, x and y have this layout, dtype and device."""
+class BackwardConfig(NamedTuple):
+    """Configuration of the backward kernels. dy, x and y have this layout, dtype and device."""
 
     layout: Layout
     dtype: torch.dtype
     device: torch.device
-    masks_by_x: bool = False  # behind a fused relu; at most one of the two
+    masks_by_x: bool = False  # as in ForwardConfig; masks_by_x and masks_by_y are never both True
     masks_by_y: bool = False
     weight_dtype: torch.dtype | None = None
-    grad_weight_dtype: torch.dtype | None = None  # None where it is not needed
+    grad_weight_dtype: torch.dtype | None = None  # None: do not compute this gradient
     grad_bias_dtype: torch.dtype | None = None
-    needs_x: bool = False  # backward_outputs computes the gradient of x
-    needs_residual: bool = False  # and of a residual behind a fused relu
-    single_rank: bool = False  # The second call gets the sums as the first returned them, in any format.
+    needs_x: bool = False  # compute the gradient of x
+    needs_residual: bool = False  # compute the gradient of a residual before a fused relu
+    single_rank: bool = False  # backward_outputs gets the sums of backward_sums unchanged, in the back end's own format
 
 
-class Kernels(ABC, Generic[Kind]):
-    """The kernels of a pass for one kind, on the ordinary road. They hold no tensor, layer or group."""
+class Kernels(ABC, Generic[Config]):
+    """The fast path's kernels of one pass for one config. They hold no tensor, layer or group."""
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
+    def __init__(self, config: Config) -> None:
+        self.config = config
 
     @classmethod
-    @functools.lru_cache(MOST_KERNELS)
-    def of(cls, kind: Kind) -> Self:
-        """Return the cached kernels of this class for `kind`."""
-        return cls(kind)
+    @functools.lru_cache(MAX_CACHED_KERNELS)
+    def cached(cls, config: Config) -> Self:
+        """Return the kernels of this class for `config`, which are made once."""
+        return cls(config)
 
 
-class ForwardKernels(Kernels[ForwardKind]):
-    def __init__(self, kind: ForwardKind) -> None:
-        super().__init__(kind)
-        # The kernels for calls of one rank without a mask. A back end may replace them by kernels with `single_rank`.
+class ForwardKernels(Kernels[ForwardConfig]):
+    def __init__(self, config: ForwardConfig) -> None:
+        super().__init__(config)
+        # The kernels for calls over one rank without a mask. A back end may replace them by kernels with `single_rank`.
         self.for_single_rank: ForwardKernels = self
 
     @abstractmethod
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, mailbox: Mailbox | None = None) -> Tensor:
-        """float64 (2C + 4,): the sums, n and the signature. `mailbox` is that of the all_reduce that follows; cpu.py
-        ignores it, here and in other calls."""
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, status_words: StatusWords | None = None) -> Tensor:
+        """Return float64 (2C + 4,): sum x, sum x^2, n and the signature. `status_words` belong to the all_reduce that
+        follows; CPU kernels ignore them in all calls."""
 
     @abstractmethod
     def forward_outputs(
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0,
-        mailbox: Mailbox | None = None,
+        status_words: StatusWords | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
-        """y; the statistics, packed as in statistics.py; and False if a signed total was found not to be finite.
-        The buffers are updated in place; momentum None makes the running statistics the average of all batches."""
+        """Return y; the statistics, packed as in statistics.py; and False if a signed total is known not to be finite.
+
+        The buffers are updated in place. A momentum of None averages over all batches.
+        """
 
 
-class BackwardKernels(Kernels[BackwardKind]):
+class BackwardKernels(Kernels[BackwardConfig]):
     @abstractmethod
     def backward_sums(
         self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """float64 (2C + 4,), as forward_sums but with 0 in the place of n; grad_weight and grad_bias.
-        `forward_total`: that of the forward of this call, which signature_of_call of reference.py takes."""
+        """Return float64 (2C + 4,): sum dy, sum dy * (x - mean), 0 and the signature; grad_weight; and grad_bias.
+
+        The signature is mixed with `forward_total`, the total of this call's forward: see signature_of_call in
+        reference.py.
+        """
 
     @abstractmethod
-    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None) -> GradientPair:
-        """grad_x, and dy behind the relu as the gradient of the residual; None where the kind does not need it."""
+    def backward_outputs(
+        self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
+    ) -> GradientPair:
+        """Return grad_x, and as the gradient of the residual dy masked by the relu; None for each that the config does
+        not need."""
 
 
 class BackEnd(Protocol):

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import interface, reference
-from syncbn.kernels.interface import GradientPair, Inputs, Saved
+from syncbn.kernels.interface import GradientPair, Inputs, Layout, Saved
 from syncbn.kernels.select import back_end
-from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals.autograd import require_memory
+from syncbn.torch_internals import require_storage
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("syncbn", "DEF")
@@ -27,28 +26,28 @@ FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 class Forward(reference.Forward):
     def forward_sums(self, x: Tensor) -> Tensor:
-        return forward_sums(x, self.kind.layout.channel_dim)
+        return forward_sums(x, self.config.layout.channel_dim)
 
     def forward_outputs(self, inputs: Inputs, total: Tensor) -> tuple[Tensor, Tensor]:
-        (x, weight, bias, residual), kind, channel_dim = inputs, self.kind, self.kind.layout.channel_dim
-        return forward_outputs(x, channel_dim, total, weight, bias, residual, kind.eps, kind.relu)
+        (x, weight, bias, residual), config, channel_dim = inputs, self.config, self.config.layout.channel_dim
+        return forward_outputs(x, channel_dim, total, weight, bias, residual, config.eps, config.relu)
 
 
 class Backward(reference.Backward):
-    def __init__(self, kind: interface.BackwardKind) -> None:
-        self.kind, self.channel_dim = kind, kind.layout.channel_dim
-        self.relu = kind.masks_by_x or kind.masks_by_y
+    def __init__(self, config: interface.BackwardConfig) -> None:
+        self.config, self.channel_dim = config, config.layout.channel_dim
+        self.relu = config.masks_by_x or config.masks_by_y
 
     def backward_sums(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, _, statistics, y = saved
-        dtypes = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
+        dtypes = self.config.grad_weight_dtype, self.config.grad_bias_dtype
         return backward_sums(dy, x, y, self.channel_dim, statistics, self.relu, *dtypes)
 
     def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
-        (x, weight, statistics, y), kind = saved, self.kind
+        (x, weight, statistics, y), config = saved, self.config
         per_channel = self.channel_dim, total, statistics, weight
-        grad_x, grad_residual = backward_outputs(dy, x, y, *per_channel, self.relu, kind.needs_residual)
-        return grad_x if kind.needs_x else None, grad_residual
+        grad_x, grad_residual = backward_outputs(dy, x, y, *per_channel, self.relu, config.needs_residual)
+        return grad_x if config.needs_x else None, grad_residual
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Function]:
@@ -68,12 +67,12 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
 
 @_operator(
     "forward_sums_v3(Tensor x, int channel_dim) -> Tensor",
-    fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_NUMBERS, dtype=torch.float64),
+    fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_ELEMENTS, dtype=torch.float64),
 )
 def forward_sums(x: Tensor, channel_dim: int) -> Tensor:
     layout, [x] = _prepared(x, channel_dim)
-    kind = interface.ForwardKind(layout, x.dtype, x.device)
-    return back_end(x.device).Forward.of(kind).forward_sums(x)
+    config = interface.ForwardConfig(layout, x.dtype, x.device)
+    return back_end(x.device).Forward.cached(config).forward_sums(x)
 
 
 @_operator(
@@ -90,15 +89,15 @@ def forward_outputs(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     layout, [*inputs, total] = _prepared(x, channel_dim, weight=weight, bias=bias, residual=residual, total=total)
     dtypes = getattr(weight, "dtype", None), getattr(bias, "dtype", None)
-    kind = interface.ForwardKind(layout, x.dtype, x.device, eps, relu, residual is not None, *dtypes)
-    return back_end(x.device).Forward.of(kind).forward_outputs((*inputs,), total)[:2]
+    config = interface.ForwardConfig(layout, x.dtype, x.device, eps, relu, residual is not None, *dtypes)
+    return back_end(x.device).Forward.cached(config).forward_outputs((*inputs,), total)[:2]
 
 
 @_operator(
     "backward_sums_v3(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, bool relu, "
     "ScalarType? grad_weight_dtype, ScalarType? grad_bias_dtype) -> (Tensor, Tensor?, Tensor?)",
     fake=lambda dy, x, y, channel_dim, statistics, relu, *dtypes: (
-        statistics.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_NUMBERS),
+        statistics.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_ELEMENTS),
         *(None if dtype is None else x.new_empty(x.shape[channel_dim], dtype=dtype) for dtype in dtypes),
     ),
 )
@@ -108,8 +107,8 @@ def backward_sums(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     masks = relu and y is None, relu and y is not None
     layout, [x, dy, y, statistics] = _prepared(x, channel_dim, masks[0], dy=dy, y=y, statistics=statistics)
-    kind = interface.BackwardKind(layout, x.dtype, x.device, *masks, None, grad_weight_dtype, grad_bias_dtype)
-    return back_end(x.device).Backward.of(kind).backward_sums(dy, (x, None, statistics, y))
+    config = interface.BackwardConfig(layout, x.dtype, x.device, *masks, None, grad_weight_dtype, grad_bias_dtype)
+    return back_end(x.device).Backward.cached(config).backward_sums(dy, (x, None, statistics, y))
 
 
 @_operator(
@@ -126,8 +125,10 @@ def backward_outputs(
         x, channel_dim, masks[0], weight=weight, statistics=statistics, y=y, dy=dy, total=total
     )
     dtype = getattr(weight, "dtype", None)
-    kind = interface.BackwardKind(layout, x.dtype, x.device, *masks, dtype, needs_x=True, needs_residual=needs_residual)
-    return back_end(x.device).Backward.of(kind).backward_outputs(dy, (*saved,), total)
+    config = interface.BackwardConfig(
+        layout, x.dtype, x.device, *masks, dtype, needs_x=True, needs_residual=needs_residual
+    )
+    return back_end(x.device).Backward.cached(config).backward_outputs(dy, (*saved,), total)
 
 
 def _prepared(
@@ -147,7 +148,7 @@ def _prepared(
     if layout is None:
         return _prepared(x.clone(), channel_dim, masks_by_x, **tensors)
     channels, prepared = layout.sizes[1], list[Any]([x])
-    counts = {"total": 2 * channels + interface.TRAILER_NUMBERS, "statistics": num_statistics(channels, masks_by_x)}
+    counts = {"total": 2 * channels + interface.TRAILER_ELEMENTS, "statistics": num_statistics(channels, masks_by_x)}
     for name, tensor in tensors.items():
         if tensor is None:
             prepared.append(None)
@@ -165,7 +166,7 @@ def _prepared(
         elif tensor.stride() != x.stride():  # as of zeros that autograd has made up, which are 0
             tensor = torch.empty_like(x).copy_(tensor)
         prepared.append(tensor)
-    require_memory([tensor for tensor in prepared if tensor is not None])
+    require_storage([tensor for tensor in prepared if tensor is not None])
     return layout, prepared
 
 

@@ -4,7 +4,7 @@ The general road takes these classes: `Forward` and `Backward`, whose operations
 see; in eager mode those of `InParts`, which keep float64 copies small; or those of operators.py, which derive from
 them. cpu.py and gpu.py serve the ordinary road, with more arguments, see interface.py.
 
-C: channels. The layout of a kind says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the
+C: channels. The layout of a config says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the
     residual, which have the dtype and shape of x. Sums, totals and statistics are float64, packed as in statistics.py;
     weight and bias (C,) are of any float dtype. Sums are not signed here.
 A fused relu: backward masks dy where its output was 0: by that output y where a residual was added; else by x, scale
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from syncbn.kernels import interface
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
-from syncbn.statistics import TIMES_N, compute_dtype, from_sums, unpack
+from syncbn.statistics import N_COPIES, compute_dtype, from_sums, unpack
 
 PART_VALUES = 2**18  # of a part of a tensor: 2 MB in float64, which caches hold
 GPU_PART_VALUES = 2**24  # 128 MB: the launches for smaller parts would take longer than the work
@@ -36,7 +36,7 @@ def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
     These are the same on all ranks and differ from call to call of a layer. h = sum of bits_i * (2 i + 1), without NaN,
     whose bits may differ; 24 bits of h * MIXER change the signature below its highest bit.
     """
-    sums = forward_total[: -interface.TRAILER_NUMBERS]
+    sums = forward_total[: -interface.TRAILER_ELEMENTS]
     bits = torch.where(sums.isnan(), 0, sums.view(torch.int64))
     mixed = (bits * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum(0, keepdim=True) * interface.MIXER
     highest = 1 << signature.bit_length() - 1
@@ -48,8 +48,8 @@ class Operations:
 
     in_parts = False
 
-    def __init__(self, kind: interface.ForwardKind | interface.BackwardKind) -> None:
-        self.kind = kind
+    def __init__(self, config: interface.ForwardConfig | interface.BackwardConfig) -> None:
+        self.config = config
 
     def summed(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
         """The sums of two terms, of these tensors folded, over the values of each channel: float64 (2C,)."""
@@ -61,7 +61,7 @@ class Operations:
         which users may not change."""
         if not self.in_parts:
             (part,) = self.parts(x, *others)
-            return self.kind.layout.unfold(function(*part), x.shape).to(x.dtype, copy=True)
+            return self.config.layout.unfold(function(*part), x.shape).to(x.dtype, copy=True)
         result = torch.empty_like(x)
         for result_part, *part in self.parts(result, x, *others):
             assert result_part is not None
@@ -70,11 +70,11 @@ class Operations:
 
     def parts(self, *tensors: Tensor | None) -> Iterable[list[Tensor | None]]:
         """The tensors folded to (outer, channel, inner): views of one part after the other, or the whole tensors."""
-        folded = [None if tensor is None else self.kind.layout.fold(tensor) for tensor in tensors]
+        folded = [None if tensor is None else self.config.layout.fold(tensor) for tensor in tensors]
         if not self.in_parts:
             return [folded]
-        outer, channels, inner = self.kind.layout.sizes
-        most_values = PART_VALUES if self.kind.device.type == "cpu" else GPU_PART_VALUES
+        outer, channels, inner = self.config.layout.sizes
+        most_values = PART_VALUES if self.config.device.type == "cpu" else GPU_PART_VALUES
         rows = max(1, most_values // max(1, channels * inner))
         columns = max(1, most_values // max(1, channels * rows))
         starts = itertools.product(range(0, max(1, outer), rows), range(0, max(1, inner), columns))
@@ -95,57 +95,57 @@ def minus_mean(x: Tensor, mean: Tensor) -> Tensor:
 
 
 class Forward(Operations):
-    kind: interface.ForwardKind
+    config: interface.ForwardConfig
 
     def forward_sums(self, x: Tensor) -> Tensor:
         def terms(x: Tensor) -> tuple[Tensor, Tensor]:
             wide = x.to(torch.float64)
             return wide, wide.square()
 
-        sums, (outer, _, inner) = self.summed(terms, x), self.kind.layout.sizes
-        return torch.cat((sums, sums.new_full((1,), outer * inner), sums.new_zeros(interface.SIGNATURE_NUMBERS)))
+        sums, (outer, _, inner) = self.summed(terms, x), self.config.layout.sizes
+        return torch.cat((sums, sums.new_full((1,), outer * inner), sums.new_zeros(interface.SIGNATURE_ELEMENTS)))
 
     def forward_outputs(self, inputs: Inputs, total: Tensor) -> tuple[Tensor, Tensor]:
         """y = (x - center) * scale + shift (+ residual) (then relu).
 
         mean = center + rest: x - center is exact, and the shift makes up for the rest.
         """
-        (x, weight, bias, residual), kind = inputs, self.kind
-        statistics = from_sums(total[: -interface.SIGNATURE_NUMBERS], self.kind.eps)
-        mean, _, invstd, _ = unpack(statistics, kind.layout.sizes[1])
+        (x, weight, bias, residual), config = inputs, self.config
+        statistics = from_sums(total[: -interface.SIGNATURE_ELEMENTS], self.config.eps)
+        mean, _, invstd, _ = unpack(statistics, config.layout.sizes[1])
         _, rest = _split(mean, x.dtype)
         scale = invstd if weight is None else invstd * weight.double()
         shift = -rest * scale if bias is None else bias.double() - rest * scale
-        if kind.masks_by_x:
+        if config.masks_by_x:
             statistics = torch.cat((statistics, scale, shift))
 
         def normalize(x: Tensor, residual: Tensor | None) -> Tensor:
             y = _normalized(x, mean, scale, shift)
             y = y if residual is None else y + residual
-            return y.relu() if kind.relu else y
+            return y.relu() if config.relu else y
 
         return self.mapped(normalize, x, residual), statistics
 
 
 class Backward(Operations):
-    kind: interface.BackwardKind
+    config: interface.BackwardConfig
 
     def backward_sums(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Where the output of a fused relu is 0, dy counts as 0. grad_weight = sum dy * (x - mean) * invstd and
         grad_bias = sum dy are in memory of their own, as an all_reduce overwrites the sums."""
         x, _, statistics, y = saved
-        mean, _, invstd, _ = unpack(statistics, self.kind.layout.sizes[1])
+        mean, _, invstd, _ = unpack(statistics, self.config.layout.sizes[1])
 
         def terms(x: Tensor, dy: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-            wide_dy = through_relu(self.kind, dy, x, y, statistics).double()
+            wide_dy = through_relu(self.config, dy, x, y, statistics).double()
             return wide_dy, wide_dy * minus_mean(x, mean)
 
         sums = self.summed(terms, x, dy, y)
         sum_dy, sum_dy_xmu = sums.chunk(2)
-        weight_dtype, bias_dtype = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
+        weight_dtype, bias_dtype = self.config.grad_weight_dtype, self.config.grad_bias_dtype
         grad_weight = None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype)
         grad_bias = None if bias_dtype is None else sum_dy.clone().to(bias_dtype)
-        return torch.cat((sums, sums.new_zeros(interface.TRAILER_NUMBERS))), grad_weight, grad_bias
+        return torch.cat((sums, sums.new_zeros(interface.TRAILER_ELEMENTS))), grad_weight, grad_bias
 
     def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
         """grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean), with which it is
@@ -153,21 +153,21 @@ class Backward(Operations):
         (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
         """
         x, weight, statistics, y = saved
-        mean, _, invstd, num_values = unpack(statistics, self.kind.layout.sizes[1])
+        mean, _, invstd, num_values = unpack(statistics, self.config.layout.sizes[1])
         narrow_mean, rest = _split(mean, x.dtype)
-        mean_dy, mean_dy_xmu = (total[: -interface.TRAILER_NUMBERS] / num_values.clamp(min=1)).chunk(2)
+        mean_dy, mean_dy_xmu = (total[: -interface.TRAILER_ELEMENTS] / num_values.clamp(min=1)).chunk(2)
         wide_a = invstd if weight is None else invstd * weight.double()
         wide_b = -wide_a * invstd.square() * mean_dy_xmu
         center, a, b, c = _columns(narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
 
         def behind_relu(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
-            return through_relu(self.kind, dy, x, y, statistics)
+            return through_relu(self.config, dy, x, y, statistics)
 
         def input_gradient(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
             return behind_relu(x, dy, y).to(center.dtype) * a + (x.to(center.dtype) - center) * b + c
 
-        grad_residual = self.mapped(behind_relu, x, dy, y) if self.kind.needs_residual else None
-        return self.mapped(input_gradient, x, dy, y) if self.kind.needs_x else None, grad_residual
+        grad_residual = self.mapped(behind_relu, x, dy, y) if self.config.needs_residual else None
+        return self.mapped(input_gradient, x, dy, y) if self.config.needs_x else None, grad_residual
 
 
 class ForwardInParts(Forward):
@@ -193,13 +193,15 @@ class InParts:
     Forward, Backward = ForwardInParts, BackwardInParts
 
 
-def through_relu(kind: interface.BackwardKind, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor) -> Tensor:
+def through_relu(
+    config: interface.BackwardConfig, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor
+) -> Tensor:
     """dy, and 0 where the output of a fused relu is 0, of folded tensors. NaN passes, as in torch's relu."""
-    if not (kind.masks_by_x or kind.masks_by_y):
+    if not (config.masks_by_x or config.masks_by_y):
         return dy
-    if kind.masks_by_x:
-        num_channels = kind.layout.sizes[1]
-        scale, shift = statistics[3 * num_channels + TIMES_N :].chunk(2)
+    if config.masks_by_x:
+        num_channels = config.layout.sizes[1]
+        scale, shift = statistics[3 * num_channels + N_COPIES :].chunk(2)
         y = _normalized(x, statistics[:num_channels], scale, shift).to(x.dtype)
     assert y is not None
     return dy.masked_fill(y <= 0, 0)

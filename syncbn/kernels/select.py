@@ -1,4 +1,4 @@
-"""Selects the kernels for a kind of tensors, if there are any on this machine."""
+"""Selects the kernels for a config of tensors, if there are any on this machine."""
 
 import functools
 import math
@@ -8,24 +8,23 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import cpu
-from syncbn.kernels.interface import BackEnd, BackwardKind, ForwardKind, Mailbox
-from syncbn.layout import Layout
+from syncbn.kernels.interface import BackEnd, BackwardConfig, ForwardConfig, Layout, StatusWords
 from syncbn.texts import warn_once
-from syncbn.torch_internals.state import constant_in_graphs, is_capturing
+from syncbn.torch_internals import constant_in_graphs, is_capturing
 
 LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
 
 
-def ordinary_back_end(kind: ForwardKind | BackwardKind) -> BackEnd | None:
-    """Return the kernels that read and write ordinary tensors of this kind at their addresses, or None if there are
+def fast_path_back_end(config: ForwardConfig | BackwardConfig) -> BackEnd | None:
+    """Return the kernels that read and write ordinary tensors of this config at their addresses, or None if there are
     none. Warns once if large tensors have none."""
-    device = kind.device
+    device = config.device
     if device.type not in ("cpu", "cuda"):
         return None
     reason = reason_unavailable(device, compiling=False)
     if reason is None:
         return back_end(device)
-    if math.prod(kind.layout.sizes) * kind.dtype.itemsize > LARGE_BYTES and not why_forced():
+    if math.prod(config.layout.sizes) * config.dtype.itemsize > LARGE_BYTES and not why_forced():
         operations = "torch operations take several times as long"
         warn_once(f"syncbn has no fast kernels for this {device.type} device, {operations}: {reason}")
     return None
@@ -41,15 +40,15 @@ def back_end(device: torch.device) -> BackEnd:
 
 
 def looks_at_totals(device: torch.device) -> bool:
-    """Whether kernels on this device note in a mailbox what they see of a total."""
+    """Return whether kernels on this device check totals and store the result in status words."""
     return device.type == "cuda" and reason_unavailable(device, compiling=False) is None
 
 
-def look_at_total(total: Tensor, is_forward: bool, mailbox: Mailbox, sums: Tensor | None) -> None:
+def look_at_total(total: Tensor, is_forward: bool, status_words: StatusWords, sums: Tensor | None) -> None:
     """A kernel notes what it sees of a total that no other kernel looks at, see gpu.py."""
     from syncbn.kernels import gpu
 
-    gpu.look_at_total(total, is_forward, mailbox, sums)
+    gpu.look_at_total(total, is_forward, status_words, sums)
 
 
 def available() -> str:
@@ -108,17 +107,17 @@ def _try_triton(device: torch.device) -> None:
     from syncbn.kernels import gpu
 
     x = torch.arange(1.0, 4.0, 2.0, device=device)[:, None]
-    kernels = gpu.Forward(ForwardKind(Layout.of(x, 1), x.dtype, device, mean_dtype=x.dtype, var_dtype=x.dtype))
+    kernels = gpu.Forward(ForwardConfig(Layout.of(x, 1), x.dtype, device, mean_dtype=x.dtype, var_dtype=x.dtype))
     for _ in range(2):
         mean, var, words = *torch.zeros(2, 1, device=device), torch.zeros(4, dtype=torch.int64, device=device)
-        mailbox = Mailbox(words.data_ptr(), words[3:].data_ptr(), tag=1)
-        sums = kernels.forward_sums(x, mailbox=mailbox)
-        y, statistics, _ = kernels.forward_outputs((x, None, None, None), sums, (mean, var, None), 1.0, mailbox)
+        status_words = StatusWords(words.data_ptr(), words[3:].data_ptr(), sequence_number=1)
+        sums = kernels.forward_sums(x, status_words=status_words)
+        y, statistics, _ = kernels.forward_outputs((x, None, None, None), sums, (mean, var, None), 1.0, status_words)
     # Copies between host and GPU for which the host waits are refused by torch.cuda.set_sync_debug_mode("error").
     computed = torch.cat((y.view(2), statistics[:4], mean, var, words[:1])).to("cpu", non_blocking=True)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    invstd = (1 + kernels.kind.eps) ** -0.5
+    invstd = (1 + kernels.config.eps) ** -0.5
     expected = [-invstd, invstd, 2.0, 1.0, invstd, 2.0, 2.0, 2.0, 1.0]
     if not all(abs(value - right) < 1e-5 for value, right in zip(computed.tolist(), expected, strict=True)):
         raise RuntimeError(f"the kernels compute wrong values: {computed.tolist()} in place of {expected}")

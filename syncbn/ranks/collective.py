@@ -19,30 +19,30 @@ from torch import Tensor
 from syncbn.ranks import report
 from syncbn.ranks.positions import Position
 from syncbn.ranks.sites import Site
-from syncbn.texts import in_words, warn
-from syncbn.torch_internals.distributed import ALL_REDUCE, ALL_TO_ALL, all_reduce_operator, all_to_all_operator
+from syncbn.texts import format_error, warn
+from syncbn.torch_internals import ALL_REDUCE, ALL_TO_ALL, all_reduce_operator, all_to_all_operator
 
-MOST_NUMBERS_OF_EXCHANGE = 8192  # 64 kB; longer payloads take an exchange longer than a ring
+MAX_ALL_TO_ALL_ELEMENTS = 8192  # 64 kB; longer payloads take an exchange longer than a ring
 IN_CUDA_GRAPH = 0  # as `call`: a replay makes no call of Python
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 # Finite values of these dtypes whose squares are infinite in the sums; those of the others are added in float64.
 SQUARES_OVERFLOW = {torch.bfloat16: "1e19", torch.float64: "1e154"}
 
 
-def all_reduce(payload: Tensor, group: dist.ProcessGroup, num_exchanging: int, by_operator: bool = False) -> Tensor:
+def all_reduce(payload: Tensor, group: dist.ProcessGroup, all_to_all_size: int, by_operator: bool = False) -> Tensor:
     """Return the total of `payload`, which may be overwritten.
 
-    `num_exchanging`: of the group. `by_operator`: by an operator that returns its result, which a dispatch mode can
+    `all_to_all_size`: of the group. `by_operator`: by an operator that returns its result, which a dispatch mode can
     save and a compiler can trace.
     """
-    if not (num_exchanging and payload.is_cpu and payload.numel() <= MOST_NUMBERS_OF_EXCHANGE):
+    if not (all_to_all_size and payload.is_cpu and payload.numel() <= MAX_ALL_TO_ALL_ELEMENTS):
         if by_operator:
             return all_reduce_operator(payload, group)
         work = group.allreduce([payload], ALL_REDUCE)
         if work is not None:  # else the result is there already
             work.wait()
         return payload
-    sent = payload.repeat(num_exchanging)
+    sent = payload.repeat(all_to_all_size)
     if by_operator:
         received = all_to_all_operator(sent, group)
     else:
@@ -50,7 +50,7 @@ def all_reduce(payload: Tensor, group: dist.ProcessGroup, num_exchanging: int, b
             sent, math.nan
         )  # stays where another rank has sent less: gloo aborts that rank alone
         group.alltoall_base(received, sent, [], [], ALL_TO_ALL).wait()
-    return functools.reduce(torch.add, received.chunk(num_exchanging))
+    return functools.reduce(torch.add, received.chunk(all_to_all_size))
 
 
 class Collective:
@@ -60,15 +60,15 @@ class Collective:
     **Raises** RuntimeError with the positions of all ranks when the collective fails.
     """
 
-    number = 0  # among syncbn's on the group, from 1; on a GPU a kernel stores it before the collective begins
+    sequence_number = 0  # among syncbn's on the group, from 1; on a GPU a kernel stores it before the collective begins
     next_warning_seconds = FIRST_WARNING_SECONDS
 
     def __init__(self, site: Site, call: int, pass_name: str, dtype: torch.dtype | None = None) -> None:
-        self.site, self.rank, self.call, self.pass_name, self.dtype = site, site.rank, call, pass_name, dtype
+        self.site, self.rank, self.call_number, self.pass_name, self.dtype = site, site.rank, call, pass_name, dtype
 
     def __enter__(self) -> None:
-        if not self.number:
-            self.number = self.site.state.num_collectives = self.site.state.num_collectives + 1
+        if not self.sequence_number:
+            self.sequence_number = self.site.group_state.num_collectives = self.site.group_state.num_collectives + 1
         self.start = time.monotonic()
         self.rank.last = self
         self.rank.waiting[self] = None
@@ -80,26 +80,28 @@ class Collective:
         finally:  # until then this rank is in the collective
             del self.rank.waiting[self]
 
-    def doing(self) -> str:
+    def description(self) -> str:
         """layer4.1.bn3 forward, call 17."""
-        call = f"call {self.call}" if self.call else "in a CUDA graph"
+        call = f"call {self.call_number}" if self.call_number else "in a CUDA graph"
         return f"{self.site.name} {self.pass_name}, {call}" if self.site.is_signed else self.site.name
 
     def position(self) -> Position:
-        return Position(self.site.state.name, self.number, self.pass_name, self.doing())
+        return Position(self.site.group_state.name, self.sequence_number, self.pass_name, self.description())
 
-    def described(self, error: Exception | None = None) -> report.Call:
+    def to_report(self, error: Exception | None = None) -> report.CallReport:
         """This collective for the other ranks; `error` is a bad argument of this rank."""
-        site, words = self.site, "" if error is None else in_words(error)
-        numbers = site.number, site.new_number(), self.call
+        site, words = self.site, "" if error is None else format_error(error)
+        numbers = site.instance_number, site.next_instance_number(), self.call_number
         compared = self.pass_name, site.signatures.settings, str(self.dtype)
-        return report.Call(self.doing(), site.layer, *numbers, *compared, words, isinstance(error, TypeError))
+        return report.CallReport(
+            self.description(), site.layer, *numbers, *compared, words, isinstance(error, TypeError)
+        )
 
     def layer(self) -> str:
         return self.site.label if self.site.is_signed else ""
 
     def ranks(self) -> list[int]:
-        return self.site.state.ranks
+        return self.site.group_state.ranks
 
     def seconds(self) -> float:
         """The seconds since it began."""
@@ -109,7 +111,7 @@ class Collective:
         """Warn, once for a layer, that the sums of this rank's input are not finite."""
         if not self.site.warned_of_nan:
             self.site.warned_of_nan = True
-            what = f"NaN or infinity in the input of {self.doing()} on rank {self.rank.rank}"
+            what = f"NaN or infinity in the input of {self.description()} on rank {self.rank.rank}"
             if self.dtype in SQUARES_OVERFLOW:
                 what += f", or values beyond about {SQUARES_OVERFLOW[self.dtype]}, whose squares overflow"
             then = "the statistics of all ranks, and so their running statistics, become NaN or infinite"
@@ -120,13 +122,13 @@ class Collective:
     def _explain(self, error: RuntimeError) -> None:
         """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or comes from the GPU."""
         if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
-            what = f"the GPU's error is older than {self.doing()}, where the host has learnt of it"
+            what = f"the GPU's error is older than {self.description()}, where the host has learnt of it"
             error.add_note(f"syncbn: {what}; with CUDA_LAUNCH_BLOCKING=1 it is raised where it happens.")
         elif "No backend type associated with device type" in str(error):
-            what = f"syncbn: {self.doing()} cannot send its sums: {error} in its process group"
+            what = f"syncbn: {self.description()} cannot send its sums: {error} in its process group"
             remedy = 'Name a backend for both, as in init_process_group("cpu:gloo,cuda:nccl").'
             raise RuntimeError(f"{what}, which are on the device of the input. {remedy}")
         elif not isinstance(error, report.RanksDifferError):
-            where = report.where_all_are(self.rank, self, has_failed=True)
+            where = report.report_positions(self.rank, self, has_failed=True)
             failed = f"syncbn: a collective failed on rank {self.rank.rank} after {self.seconds():.1f} s."
             raise RuntimeError(f"{failed}\n{where}\nThe process group says: {error}") from error

@@ -18,9 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from syncbn.texts import frame_in, warn, warn_once
-from syncbn.torch_internals.distributed import device_of, existing_groups, timeout_of
-from syncbn.torch_internals.state import constant_in_graphs
+from syncbn.texts import find_frame, warn, warn_once
+from syncbn.torch_internals import constant_in_graphs, device_of, existing_groups, timeout_of
 
 # Default group -> {int: this rank's group, or None for the default group itself}. A re-made default group starts with
 # nothing made, and the old entry goes with the old group.
@@ -57,8 +56,8 @@ def _look_up_again(spec: GlobalRanks) -> None:
 
 
 THIS_RANK_ALONE = 1  # the spec of groups of one rank, which need not be made
-MOST_RANKS_OF_EXCHANGE = 16
-MOST_RANKS = 2**31 - 1  # larger group sizes are sent as this one, which an int64 holds
+MAX_ALL_TO_ALL_RANKS = 16
+MAX_GROUP_SIZE = 2**31 - 1  # larger group sizes are sent as this one, which an int64 holds
 GroupSpec: TypeAlias = int | GlobalRanks | None  # what a layer keeps
 ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # what a user passes
 
@@ -151,10 +150,10 @@ def size(spec: GroupSpec) -> int:
 
 
 @constant_in_graphs
-def num_exchanging(group: dist.ProcessGroup) -> int:
+def all_to_all_size(group: dist.ProcessGroup) -> int:
     """The number of ranks of a group that exchange what they have on CPU; 0 where they all_reduce."""
     is_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
-    return group.size() if is_gloo and group.size() <= MOST_RANKS_OF_EXCHANGE else 0
+    return group.size() if is_gloo and group.size() <= MAX_ALL_TO_ALL_RANKS else 0
 
 
 def torch_group(spec: GroupSpec) -> dist.ProcessGroup | int | None:
@@ -175,7 +174,7 @@ def make(size: int, default_group: dist.ProcessGroup) -> None:
 
     **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
     """
-    sent = torch.tensor([min(size, MOST_RANKS)], device=device_of(default_group))
+    sent = torch.tensor([min(size, MAX_GROUP_SIZE)], device=device_of(default_group))
     received = [torch.empty_like(sent) for _ in range(default_group.size())]
     default_group.allgather([received], [sent]).wait()
     sizes = [int(received_size) for received_size in received]
@@ -200,7 +199,7 @@ def warn_if_meant_for_several_ranks() -> None:
         why = f"WORLD_SIZE is {world_size} but torch.distributed has no process group"
         remedy = "Call torch.distributed.init_process_group() before the first training step."
         warn(f"syncbn is not synchronising: {why}. {remedy}")
-    if frame_in("torch.nn.parallel.data_parallel") is not None:
+    if find_frame("torch.nn.parallel.data_parallel") is not None:
         warn_in_data_parallel()
 
 

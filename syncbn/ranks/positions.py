@@ -30,8 +30,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from syncbn.texts import in_words
-from syncbn.torch_internals.distributed import default_store
+from syncbn.texts import format_error
+from syncbn.torch_internals import default_store
 
 HAS_LEFT = "has left"
 HAS_ENDED = "has ended"
@@ -47,23 +47,23 @@ class Position(NamedTuple):
     """The position of a rank: its last collective of syncbn, and what it did since. The store has it as JSON."""
 
     group: str = ""  # the process group: 0
-    number: int = 0  # of the collective among syncbn's on the group, from 1
+    sequence_number: int = 0  # of the collective among syncbn's on the group, from 1
     pass_name: str = ""  # of the collective: forward, backward, WITH_GRAPH, or a derivative of these
-    doing: str = ""  # layer4.1.bn3 forward, call 17
+    description: str = ""  # layer4.1.bn3 forward, call 17
     error: str = ""  # that a layer has raised since, on this rank
     left: str = ""  # HAS_LEFT, and why
     process: int = 0
     host: str = ""
     time: float = 0.0  # when it was written, by the host's clock
     # What the rank that reads the position adds to it.
-    state: str = ""  # its process has ended or is stopped
+    process_state: str = ""  # its process has ended or is stopped
     called: str = ""  # how it has called the layer in which the reader waits, where ranks differ in this
 
 
 class Wait(Protocol):
     """A wait of this rank for others, in a collective of syncbn."""
 
-    number: int  # a rank whose position has this number or more has arrived
+    sequence_number: int  # a rank whose position has this number or more has arrived
     start: float  # by time.monotonic
     next_warning_seconds: float  # of waiting
 
@@ -91,7 +91,7 @@ class ThisRank:
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self.num_ranks, self.process = dist.get_rank(), world.size(), os.getpid()
         self.store: dist.Store = default_store()  # the default one may later be another group's
-        self.store_answers, self.store_grows = True, _grows(self.store)
+        self.store_answers, self.store_appends = True, _appends(self.store)
         self.prefix = f"syncbn/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self.waiting: dict[Wait, None] = {}  # the collectives that have not ended on the host, of all threads
         self.watched: set[Watched] = set()
@@ -113,9 +113,9 @@ class ThisRank:
             error=error if before is last else "", left=self.left, process=self.process, host=this_host()
         )
 
-    def note_error(self, error: BaseException) -> None:
+    def record_error(self, error: BaseException) -> None:
         """Record an error that a layer raises on this rank: other ranks may already wait in the next collective."""
-        self.error = f"has raised {in_words(error)}".partition("\n")[0][:300], self.last
+        self.error = f"has raised {format_error(error)}".partition("\n")[0][:300], self.last
 
     def is_reading(self) -> bool:
         """Whether a report waits for the store: a further call would wait, too."""
@@ -149,7 +149,7 @@ class ThisRank:
         half = len(ranks) // 2  # few requests find the ranks that have written nothing
         return [*self.read(ranks[:half], key), *self.read(ranks[half:], key)] if half else [None]
 
-    def exchange(self, ranks: Sequence[int], key: str, seconds: float) -> list[Any]:
+    def gather(self, ranks: Sequence[int], key: str, seconds: float) -> list[Any]:
         """What these ranks have written under the key, as soon as all have, and at the latest after these seconds; None
         for nothing.
 
@@ -198,7 +198,7 @@ class ThisRank:
             self.store_answers = False
 
 
-def _grows(store: dist.Store) -> bool:
+def _appends(store: dist.Store) -> bool:
     """Whether a write does not replace the last one."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -214,7 +214,7 @@ def this_host() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip()} {namespace.stat().st_ino}"
 
 
-def state_of(process: int) -> str:
+def process_state(process: int) -> str:
     """'its process (123) has ended' or '... is stopped', for a process of this host; else empty."""
     if not Path("/proc/self/stat").exists():
         return ""
@@ -226,18 +226,18 @@ def state_of(process: int) -> str:
     return f"its process ({process}) is stopped" if state in "Tt" else ""
 
 
-def why_it_ends() -> str:
+def exit_reason() -> str:
     """The first line of the exception that ends this program, or a part of it; empty without an exception."""
     handled, error = sys.exc_info()[1], _last_error()
-    why = "" if error is None else f" {'while handling' if handled else 'with'} {in_words(error)}"
+    why = "" if error is None else f" {'while handling' if handled else 'with'} {format_error(error)}"
     return why.partition("\n")[0][:200]
 
 
-def failure_of_collective() -> BaseException | None:
+def failed_collective() -> BaseException | None:
     """The exception of a collective outside of syncbn that ends this program, or None. (syncbn's own errors say where
     the ranks are.)"""
     error = _last_error()
-    while error is not None and "syncbn: " not in (words := in_words(error)):
+    while error is not None and "syncbn: " not in (words := format_error(error)):
         if error.__traceback__ and FAILED_COLLECTIVE.match(words):
             return error
         error = error.__cause__ or error.__context__

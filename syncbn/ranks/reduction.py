@@ -32,19 +32,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn.kernels import reference, select
-from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Mailbox
+from syncbn.kernels.interface import SIGNATURE_ELEMENTS, TRAILER_ELEMENTS, UNSIGNED, StatusWords
 from syncbn.ranks import groups, report
 from syncbn.ranks.collective import Collective, all_reduce
-from syncbn.ranks.groups import GroupSpec, num_exchanging
-from syncbn.ranks.sites import Caller, CallsOnGroups, Signatures, Site, new_site
-from syncbn.ranks.status import StreamStatus, captured_tag, status_of
-from syncbn.torch_internals.distributed import stream_of
-from syncbn.torch_internals.state import (
+from syncbn.ranks.groups import GroupSpec, all_to_all_size
+from syncbn.ranks.sites import Caller, FunctionCaller, Signatures, Site, call_site
+from syncbn.ranks.status import StreamStatus, captured_sequence_number, status_of
+from syncbn.torch_internals import (
     constant_in_graphs,
     current_dispatch_mode,
     is_compiling,
     is_exporting,
     is_jit_tracing,
+    stream_of,
 )
 
 NO_SIGNATURES = Signatures(1)  # a site without an identity sends zeros
@@ -59,24 +59,24 @@ class Reduction(ABC):
     # The total of this call's forward; None for one rank. A backward that does not keep its graph sets it to None: the
     # loss may be kept, and with it this reduction.
     forward_total: Tensor | None = None
-    is_read = False  # whether ranks or their GPUs read the trailer of a total: only then may a rank send NaN in n
+    reads_trailer = False  # whether ranks or their GPUs read the trailer of a total: only then may a rank send NaN in n
 
     @abstractmethod
-    def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
-        """The total of `payload`, which it may overwrite, and which ends in a trailer. With a `mailbox` kernels look at
-        it.
+    def all_reduce(self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
+        """The total of `payload`, which it may overwrite, and which ends in a trailer. With
+        `status_words` GPU kernels check the total.
 
         **Raises** RuntimeError when the all_reduce fails, and where ranks in different layers or passes have met; if a
         rank has a fault, a ValueError or TypeError with the texts of the faulty ranks.
         """
 
-    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+    def sign_and_all_reduce(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
         """`all_reduce` of float64 `sums` whose trailer is not signed yet. A rank with an `error` has NaN in the place
         of n, and raises this error."""
         return self.all_reduce(sums, pass_name)
 
-    def mailbox(self, pass_name: str, device: torch.device) -> Mailbox | None:
-        """The mailbox of the next all_reduce, on a GPU. **Raises** what kernels have seen in an earlier total."""
+    def status_words(self, pass_name: str, device: torch.device) -> StatusWords | None:
+        """The status_words of the next all_reduce, on a GPU. **Raises** what kernels have seen in an earlier total."""
         return None
 
     # One rank tells nobody, and a graph cannot: in these the rest does nothing.
@@ -84,12 +84,12 @@ class Reduction(ABC):
     def warn_unless_finite(self, sums: Tensor) -> None:  # noqa: B027
         """A total of forward has NaN or infinity. Warns, once for a layer, if these `sums` of this rank have."""
 
-    def note_error(self, error: BaseException) -> None:  # noqa: B027
+    def record_error(self, error: BaseException) -> None:  # noqa: B027
         """This rank is about to raise `error`, perhaps without the all_reduce for which the others wait. Their reports
         have the error."""
 
-    def noting_errors(self) -> contextlib.AbstractContextManager[None]:
-        """The context of a pass. Calls `note_error` if the pass raises."""
+    def recording_errors(self) -> contextlib.AbstractContextManager[None]:
+        """The context of a pass. Calls `record_error` if the pass raises."""
         return contextlib.nullcontext()
 
 
@@ -100,7 +100,7 @@ class OneRank(Reduction):
     num_ranks = 1
     signatures = NO_SIGNATURES
 
-    def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
+    def all_reduce(self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
         return payload
 
 
@@ -111,47 +111,49 @@ class EagerReduction(Reduction):
     """The ranks of a group, in eager mode."""
 
     group: dist.ProcessGroup
-    is_read = True
+    reads_trailer = True
     # Of the pass, on a GPU: the collective that is about to begin, whose number kernels have, and what these note.
     collective: Collective | None = None
     status: StreamStatus
 
     def __init__(self, group: dist.ProcessGroup, site: Site, dtype: torch.dtype | None) -> None:
         site.num_calls += 1
-        self.group, self.site, self.call, self.dtype = group, site, site.num_calls, dtype
-        self.num_ranks, self.signatures = site.state.num_ranks, site.signatures
+        self.group, self.site, self.call_number, self.dtype = group, site, site.num_calls, dtype
+        self.num_ranks, self.signatures = site.group_state.num_ranks, site.signatures
 
-    def mailbox(self, pass_name: str, device: torch.device) -> Mailbox | None:
+    def status_words(self, pass_name: str, device: torch.device) -> StatusWords | None:
         site, stream = self.site, stream_of(device)
-        status = status_of(site.state).of_streams.get((device, stream))
+        status = status_of(site.group_state).streams.get((device, stream))
         if status is None:
             if stream is None:
                 return None
             status = StreamStatus(site, device, stream)
         self.status = status
         if stream is None:
-            return status.mailbox(captured_tag(site, pass_name))
-        collective, state = self.collective, site.state
+            return status.status_words(captured_sequence_number(site, pass_name))
+        collective, state = self.collective, site.group_state
         if collective is None:  # else an error has ended the pass before its all_reduce, where others wait
             collective = self.collective = self.new_collective(pass_name)
-            collective.number = state.num_collectives = state.num_collectives + 1
-        return status.mailbox(collective.number)
+            collective.sequence_number = state.num_collectives = state.num_collectives + 1
+        return status.status_words(collective.sequence_number)
 
     def all_reduce(
-        self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None, error: Exception | None = None,
+        self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None, error: Exception | None = None,
         by_operator: bool = False,
     ) -> Tensor:  # fmt: skip
         """The total, see `Reduction`; `by_operator` by one that a dispatch mode can save."""
-        collective, fault = self.collective or Collective(self.site, self.call, pass_name, self.dtype), None
+        collective, fault = self.collective or Collective(self.site, self.call_number, pass_name, self.dtype), None
         self.collective = None
-        if self.call == 1 and pass_name == "forward":
-            self.site.write_call((len(payload) - TRAILER_NUMBERS) // 2)
+        if self.call_number == 1 and pass_name == "forward":
+            self.site.write_call((len(payload) - TRAILER_ELEMENTS) // 2)
         with collective:
-            if mailbox is not None and mailbox.tag > 0:
+            if status_words is not None and status_words.sequence_number > 0:
                 self.status.begun.append(collective)
-            total = all_reduce(payload, self.group, self.site.num_exchanging, by_operator)
-            if mailbox is None and total.is_cpu and type(total) is Tensor:  # else the host cannot read it: a FakeTensor
-                n, num_signed, signatures, squares = total[-TRAILER_NUMBERS:].tolist()
+            total = all_reduce(payload, self.group, self.site.all_to_all_size, by_operator)
+            if (
+                status_words is None and total.is_cpu and type(total) is Tensor
+            ):  # else the host cannot read it: a FakeTensor
+                n, num_signed, signatures, squares = total[-TRAILER_ELEMENTS:].tolist()
                 ranks_differ = num_signed * squares != signatures * signatures
                 if ranks_differ or n != n:
                     fault = _explained(collective, total, ranks_differ, error)
@@ -164,34 +166,34 @@ class EagerReduction(Reduction):
         finally:  # Its traceback has this frame. A cycle would keep the group, and gloo's threads until the end.
             del fault, error
 
-    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+    def sign_and_all_reduce(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
         is_real = type(sums) is Tensor
-        has_mailbox = is_real and sums.is_cuda and select.looks_at_totals(sums.device)
-        mailbox = self.mailbox(pass_name, sums.device) if has_mailbox else None
-        is_read = sums.is_cpu or mailbox is not None
-        s = self.signatures[pass_name, self.dtype] if is_read else UNSIGNED
+        has_status = is_real and sums.is_cuda and select.looks_at_totals(sums.device)
+        status_words = self.status_words(pass_name, sums.device) if has_status else None
+        reads_trailer = sums.is_cpu or status_words is not None
+        s = self.signatures[pass_name, self.dtype] if reads_trailer else UNSIGNED
         is_signed, signature = (sums.new_full((1,), number) for number in (s != UNSIGNED, s))
         if s != UNSIGNED and pass_name != "forward" and type(self.forward_total) is Tensor:
             signature = reference.signature_of_call(s, self.forward_total)
-        payload = torch.cat((sums[:-SIGNATURE_NUMBERS], is_signed, signature, signature.square()))
+        payload = torch.cat((sums[:-SIGNATURE_ELEMENTS], is_signed, signature, signature.square()))
         by_operator = current_dispatch_mode() is not None
         try:
-            total = self.all_reduce(payload, pass_name, mailbox, error, by_operator)
+            total = self.all_reduce(payload, pass_name, status_words, error, by_operator)
         except Exception:
             del error  # as in `all_reduce`
             raise
-        if mailbox is not None:
+        if status_words is not None:
             if error is not None:
-                self.status.write_call(mailbox.tag, error)
+                self.status.write_call(status_words.sequence_number, error)
             is_forward = pass_name == "forward"
             needs_two_values = is_forward and self.site.needs_two_values
-            select.look_at_total(total, needs_two_values, mailbox, sums if is_forward else None)
+            select.look_at_total(total, needs_two_values, status_words, sums if is_forward else None)
             if error is not None:
                 try:
                     raise error
                 finally:
                     del error
-        looks = pass_name == "forward" and mailbox is None and payload.is_cpu and type(payload) is Tensor
+        looks = pass_name == "forward" and status_words is None and payload.is_cpu and type(payload) is Tensor
         # By lists, as operators would be seen by the mode that watches this call. cat has left the sums as they were.
         if looks and not all(map(math.isfinite, total.tolist())):
             self.warn_unless_finite(sums)
@@ -201,19 +203,19 @@ class EagerReduction(Reduction):
         if not all(map(math.isfinite, sums.tolist())):
             self.new_collective("forward").warn_not_finite()
 
-    def note_error(self, error: BaseException) -> None:
-        self.site.rank.note_error(error)
+    def record_error(self, error: BaseException) -> None:
+        self.site.rank.record_error(error)
 
     @contextlib.contextmanager
-    def noting_errors(self) -> Iterator[None]:
+    def recording_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self.note_error(error)
+            self.record_error(error)
             raise
 
     def new_collective(self, pass_name: str) -> Collective:
-        return Collective(self.site, self.call, pass_name, self.dtype)
+        return Collective(self.site, self.call_number, pass_name, self.dtype)
 
 
 def _explained(collective: Collective, total: Tensor, ranks_differ: bool, error: Exception | None) -> Exception | None:
@@ -221,18 +223,18 @@ def _explained(collective: Collective, total: Tensor, ranks_differ: bool, error:
 
     Returns None if the layer only had different numbers: all ranks now use a number that none has used.
     """
-    site, state, rank = collective.site, collective.site.state, collective.rank
+    site, state, rank = collective.site, collective.site.group_state, collective.rank
     if math.isnan(total[-1]):  # the ranks have sent different lengths, and gloo has aborted one of them
-        where = report.where_all_are(rank, collective, has_failed=True)
+        where = report.report_positions(rank, collective, has_failed=True)
         return error or RuntimeError(report.DIFFERENT_LENGTHS + where)
     # repr has one text for every NaN.
     key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
-    call = collective.described(error)
-    calls = report.exchange(rank, state.ranks, key, call)
+    call = collective.to_report(error)
+    calls = report.gather_calls(rank, state.ranks, key, call)
     fault = report.explain(rank, state.ranks, collective, calls, ranks_differ, can_renumber=True)
     answers = [other for other in calls if other is not None]
-    if len({other.number for other in answers}) > 1 and not isinstance(fault, report.RanksDifferError):
-        site.sign_as(max(other.new_number for other in answers))
+    if len({other.instance_number for other in answers}) > 1 and not isinstance(fault, report.RanksDifferError):
+        site.set_instance_number(max(other.next_instance_number for other in answers))
     is_own = error is not None and not isinstance(fault, report.RanksDifferError)
     return error if is_own else fault
 
@@ -246,11 +248,11 @@ class GraphReduction(Reduction):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
-        return all_reduce(payload, self.group, num_exchanging(self.group), by_operator=True)
+    def all_reduce(self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
+        return all_reduce(payload, self.group, all_to_all_size(self.group), by_operator=True)
 
 
-def reduction_now(spec: GroupSpec, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
+def reduction_now(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Reduction:
     """The ranks that a call synchronises. **Raises** RuntimeError in torch.jit.trace, which cannot record them, before
     anything is sent: often one rank alone records."""
     if is_compiling():
@@ -263,7 +265,7 @@ def reduction_now(spec: GroupSpec, caller: CallsOnGroups, input: Tensor | None) 
     return reduction_of(spec, caller, getattr(input, "dtype", None))
 
 
-def reduction_of(spec: GroupSpec, caller: CallsOnGroups, dtype: torch.dtype | None) -> Reduction:
+def reduction_of(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) -> Reduction:
     """The reduction over the ranks that a call synchronises in eager mode; counts the call. See `resolve`."""
     group = dist.group.WORLD if spec is None else groups.existing(spec)
     if group is None and spec is None:
@@ -271,11 +273,11 @@ def reduction_of(spec: GroupSpec, caller: CallsOnGroups, dtype: torch.dtype | No
         return ONE_RANK
     site = caller._call_site
     # The site of the last call is used again if it still fits.
-    if group is None or site is None or site.state.group() is not group or site.caller() is not caller:
+    if group is None or site is None or site.group_state.group() is not group or site.caller() is not caller:
         group = resolve(spec)
         if group is None:
             return ONE_RANK
-        site = new_site(caller, group)
+        site = call_site(caller, group)
         object.__setattr__(caller, "_call_site", site)  # a layer's own may refuse
     return EagerReduction(group, site, dtype)
 
@@ -304,7 +306,7 @@ def _raise_in_graph(message: str) -> NoReturn:
     raise RuntimeError(message)
 
 
-def note_ranks(caller: CallsOnGroups, reduction: Reduction) -> None:
+def record_ranks(caller: Caller, reduction: Reduction) -> None:
     """Note over how many ranks the caller was synchronised."""
     if not is_compiling():  # where an attribute that changes would compile a graph again
         object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
@@ -338,8 +340,8 @@ def _make_groups(spec: int) -> None:
     """
     default_group = dist.group.WORLD
     if default_group is not None and groups.existing(spec) is None:
-        caller = Caller(f"the making of groups for process_group={spec!r}", is_signed=False)
-        with Collective(new_site(caller, default_group), 1, "making"):
+        caller = FunctionCaller(f"the making of groups for process_group={spec!r}", is_signed=False)
+        with Collective(call_site(caller, default_group), 1, "making"):
             groups.make(spec, default_group)
 
 

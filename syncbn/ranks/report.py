@@ -1,8 +1,8 @@
 """Reports where every rank of a group is, and why the ranks differ, from what the ranks write to the store.
 
-Where the trailer of a total shows that ranks differ, or that one has a bad argument, each rank writes its `Call` to the
-store and reads the others', under a key that all ranks have: the group, and a digest of the total, whose bits are the
-same on all ranks. Nothing is negotiated before.
+When the trailer of a total shows that the ranks differ, or that a rank has a bad argument, each rank writes its
+`CallReport` to the store and reads those of the other ranks. All ranks know the key without negotiation: it consists of
+the group and a digest of the total, whose bits are the same on all ranks.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from syncbn.ranks.positions import (
     Position,
     ThisRank,
     Wait,
-    state_of,
+    process_state,
     this_host,
 )
-from syncbn.texts import by_rank
+from syncbn.texts import format_by_rank
 
 SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
 READ_SECONDS = 5.0  # the longest time for which a report waits for the store
@@ -89,14 +89,14 @@ class RanksDifferError(RuntimeError):
         return f"{super().__str__()}\n{FALSE_ALARM}"
 
 
-class Call(NamedTuple):
+class CallReport(NamedTuple):
     """What a rank does in a collective of a layer. The store has it as JSON."""
 
-    doing: str  # layer4.1.bn3 forward, call 17
+    description: str  # layer4.1.bn3 forward, call 17
     layer: str = ""  # root class and name, which are equal on all ranks
-    number: int = 0  # of the layer among those of this root class and name
-    new_number: int = 0  # the next free number on this rank
-    call: int = 0  # number of the call of the layer
+    instance_number: int = 0  # of the layer among those of this root class and name
+    next_instance_number: int = 0  # the next free number on this rank
+    call_number: int = 0  # number of the call of the layer
     pass_name: str = ""
     settings: dict[str, str] = {}  # noqa: RUF012  # never changed
     dtype: str = ""  # of the input
@@ -104,17 +104,17 @@ class Call(NamedTuple):
     is_type_error: bool = False
 
 
-def exchange(rank: ThisRank, ranks: Sequence[int], key: str, call: Call) -> list[Call | None]:
+def gather_calls(rank: ThisRank, ranks: Sequence[int], key: str, call: CallReport) -> list[CallReport | None]:
     """Write the `call` of this rank under the key, and return the calls of these ranks; None for a rank that does not
     answer within 5 s."""
     answers: list[Any] = [None] * len(ranks)
 
     def ask() -> None:
         rank.write(key, call)
-        answers[:] = rank.exchange(ranks, key, ANSWER_SECONDS)
+        answers[:] = rank.gather(ranks, key, ANSWER_SECONDS)
 
     _run_for(2 * ANSWER_SECONDS, ask)
-    calls = [None if values is None else Call(*values) for values in answers]
+    calls = [None if values is None else CallReport(*values) for values in answers]
     calls[ranks.index(rank.rank)] = call  # also if the store is gone
     return calls
 
@@ -133,7 +133,7 @@ def _run_for(seconds: float, call_store: Callable[[], None]) -> threading.Thread
 
 
 def explain(
-    rank: ThisRank, ranks: Sequence[int], wait: Wait | None, calls: Sequence[Call | None], ranks_differ: bool,
+    rank: ThisRank, ranks: Sequence[int], wait: Wait | None, calls: Sequence[CallReport | None], ranks_differ: bool,
     can_renumber: bool,
 ) -> Exception | None:  # fmt: skip
     """Return the error for a rank whose total shows a fault, from the calls of the `ranks` of the group. Each such rank
@@ -147,31 +147,33 @@ def explain(
         what = _difference(answers, can_renumber)
         if what is not None:
             title, each, remedy = what
-            lines = by_rank(ranks, [each.format(**call._asdict()) for call in answers])
+            lines = format_by_rank(ranks, [each.format(**call._asdict()) for call in answers])
             return RanksDifferError(f"{title}{lines}\n{remedy}")
     faulty = [call for call in answers if call.error]
     if faulty:
-        errors = by_rank(ranks, ["" if call is None else call.error for call in calls])
+        errors = format_by_rank(ranks, ["" if call is None else call.error for call in calls])
         error_class = TypeError if faulty[0].is_type_error else ValueError
-        return error_class(f"syncbn: another rank failed in {answers[0].doing}.\n{errors}")
+        return error_class(f"syncbn: another rank failed in {answers[0].description}.\n{errors}")
     if len(answers) == len(calls):
         return None
     unknown = f"has not answered within {ANSWER_SECONDS:g} s"
-    lines = by_rank(ranks, [unknown if call is None else f"in {call.doing}" for call in calls])
-    where = f"{lines}\nWhere the ranks are now:\n{where_all_are(rank, wait)}"
+    lines = format_by_rank(ranks, [unknown if call is None else f"in {call.description}" for call in calls])
+    where = f"{lines}\nWhere the ranks are now:\n{report_positions(rank, wait)}"
     return RanksDifferError(DIFFERENT_LAYERS + where) if ranks_differ else RuntimeError(BAD_ARGUMENT + where)
 
 
-def _difference(calls: Sequence[Call], can_renumber: bool) -> tuple[str, str, str] | None:
+def _difference(calls: Sequence[CallReport], can_renumber: bool) -> tuple[str, str, str] | None:
     """What differs between the ranks with these calls: the title of the error, the format of a rank's line, and the
     remedy. None if nothing else differs than numbers, or if a rank has a bad argument in the same pass of one layer."""
 
     def all_have(field: str) -> bool:
         return all(getattr(call, field) == getattr(calls[0], field) for call in calls)
 
-    can_renumber = can_renumber and any(call.call == 1 and call.pass_name == "forward" for call in calls)
-    if not (all_have("layer") and all_have("pass_name") and (can_renumber or all_have("number"))):
-        each = "in {doing}; number {number} of {layer}" if all_have("doing") else "in {doing}"
+    can_renumber = can_renumber and any(call.call_number == 1 and call.pass_name == "forward" for call in calls)
+    if not (all_have("layer") and all_have("pass_name") and (can_renumber or all_have("instance_number"))):
+        each = (
+            "in {description}; number {instance_number} of {layer}" if all_have("description") else "in {description}"
+        )
         remedy = OTHER_LAYERS if all_have("pass_name") else OTHER_PASSES
         if all_have("layer") and all_have("pass_name"):
             remedy = OTHER_MODELS
@@ -182,13 +184,13 @@ def _difference(calls: Sequence[Call], can_renumber: bool) -> tuple[str, str, st
         return None
     if not all_have("settings"):
         names = [name for name in calls[0].settings if len({call.settings.get(name) for call in calls}) > 1]
-        each = "in {doing}, with " + ", ".join(f"{name}={{settings[{name}]}}" for name in names)
+        each = "in {description}, with " + ", ".join(f"{name}={{settings[{name}]}}" for name in names)
         return "syncbn: the ranks have different settings of a layer.\n", each, OTHER_SETTINGS
     if not all_have("dtype"):
         title = "syncbn: the ranks have inputs of different dtypes.\n"
-        return title, "in {doing}, with an input of {dtype}", OTHER_DTYPES
-    if all_have("number"):
-        return "syncbn: the ranks differentiate different calls of a layer.\n", "in {doing}", OTHER_BACKWARDS
+        return title, "in {description}, with an input of {dtype}", OTHER_DTYPES
+    if all_have("instance_number"):
+        return "syncbn: the ranks differentiate different calls of a layer.\n", "in {description}", OTHER_BACKWARDS
     return None
 
 
@@ -197,7 +199,7 @@ def is_consequence(left: str) -> bool:
     return "syncbn: a collective failed" in left or FAILED_COLLECTIVE.search(left) is not None
 
 
-def where_all_are(rank: ThisRank, wait: Wait | None, has_failed: bool = False, at_exit: bool = False) -> str:
+def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False, at_exit: bool = False) -> str:
     """A line for each position of the ranks that wait for one another, and the remedy.
 
     `wait` is the collective of syncbn in which this rank waits, or None in a collective that is not syncbn's. If it
@@ -223,10 +225,12 @@ def _read_report(rank: ThisRank, wait: Wait | None, has_failed: bool, reports: l
         rank.write_position()
         ranks, deadline = _ranks(rank, wait), time.monotonic() + SETTLE_SECONDS
         positions = _read(rank, wait, ranks)
-        while has_failed and not any(one.left or one.state for one in positions) and time.monotonic() < deadline:
+        while (
+            has_failed and not any(one.left or one.process_state for one in positions) and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
             positions = _read(rank, wait, ranks)
-        lines = by_rank(ranks, _with_ages([_describe(one, rank, wait) for one in positions], positions))
+        lines = format_by_rank(ranks, _append_ages([_describe(one, rank, wait) for one in positions], positions))
         reports.append("\n".join(filter(None, (lines, _remedy(positions, wait)))))
 
 
@@ -238,7 +242,7 @@ def _without_store(rank: ThisRank, wait: Wait | None) -> str:
     """A line for this rank, and one for the others, whose positions it cannot read."""
     unknown = "not known, as the process group's store does not answer"
     own, ranks = _describe(rank.position(wait), rank, wait), _ranks(rank, wait)
-    return by_rank(ranks, [own if one == rank.rank else unknown for one in ranks])
+    return format_by_rank(ranks, [own if one == rank.rank else unknown for one in ranks])
 
 
 def _read(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list[Position]:
@@ -249,7 +253,7 @@ def _read(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list[Position]
         return [Position(*value or ()) for value in rank.read(ranks, "position")]
 
     on_this_host = [one for one in read_positions() if one.host == this_host()]
-    states = {(one.host, one.process): state_of(one.process) for one in on_this_host}
+    states = {(one.host, one.process): process_state(one.process) for one in on_this_host}
     called = [None] * len(ranks)
     if wait is not None and wait.layer():
         called = rank.read(ranks, f"called/{wait.position().group}/{wait.layer()}")
@@ -260,7 +264,7 @@ def _read(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list[Position]
             position = rank.position(wait)._replace(left="", time=time.time() - (wait.seconds() if wait else 0))
         state = "" if position.left or one == rank.rank else states.get((position.host, position.process), "")
         called_so = f"has called {wait.layer()} {how}" if wait and they_differ and how else ""
-        positions.append(position._replace(state=state, called=called_so))
+        positions.append(position._replace(process_state=state, called=called_so))
     return positions
 
 
@@ -268,17 +272,18 @@ def _describe(position: Position, rank: ThisRank, wait: Wait | None) -> str:
     """The line of a position; `wait` is what this rank waits in."""
     here = rank.position() if wait is None else wait.position()
     place = ""
-    if position.doing:
-        number = here.number + (wait is None)
-        is_there = position.group == here.group and position.number >= number and position.left != HAS_LEFT
+    if position.description:
+        number = here.sequence_number + (wait is None)
+        is_there = position.group == here.group and position.sequence_number >= number and position.left != HAS_LEFT
         elsewhere = " on another process group" * (here.group not in ("", position.group))
-        place = f"{'last seen ' * bool(position.state)}{'in' if is_there else 'after'} {position.doing}{elsewhere}"
+        last_seen = "last seen " * bool(position.process_state)
+        place = f"{last_seen}{'in' if is_there else 'after'} {position.description}{elsewhere}"
     error = position.error * (len(position.left) <= len(HAS_LEFT))  # else the rank has left with an error
-    words = place, position.called, error, position.left, position.state
+    words = place, position.called, error, position.left, position.process_state
     return "; ".join(filter(None, words)) or "has not been seen"
 
 
-def _with_ages(lines: list[str], positions: list[Position]) -> list[str]:
+def _append_ages(lines: list[str], positions: list[Position]) -> list[str]:
     """The lines of these positions, each with how long ago the ranks of the same line wrote theirs."""
     ages = dict[str, list[int]]()
     for line, position in zip(lines, positions, strict=True):
@@ -295,13 +300,13 @@ def _remedy(positions: list[Position], wait: Wait | None) -> str:
     rows = (
         (has_own_error, ""),
         (any(one.called for one in positions), OTHER_CALLS),
-        (any(one.state.endswith(HAS_ENDED) for one in positions), ENDED),
+        (any(one.process_state.endswith(HAS_ENDED) for one in positions), ENDED),
         ({"backward", WITH_GRAPH} <= passes, OTHER_GRAPHS),
         (HAS_LEFT in left, OTHER_PASSES),
-        (any(one.state for one in positions), ""),
+        (any(one.process_state for one in positions), ""),
         ({"forward", "backward"} <= passes, OTHER_PASSES),
         (wait is None, OUTSIDE),
-        (len({(one.group, one.number, one.doing) for one in positions}) == 1, ONE_CALL),
+        (len({(one.group, one.sequence_number, one.description) for one in positions}) == 1, ONE_CALL),
         (True, LATE + OTHER_LAYERS),
     )
     return next(remedy for holds, remedy in rows if holds)

@@ -29,17 +29,22 @@ import torch
 import torch.distributed as dist
 
 from syncbn.kernels.interface import UNSIGNED
-from syncbn.ranks.groups import num_exchanging
+from syncbn.ranks.groups import all_to_all_size
 from syncbn.ranks.positions import ThisRank
 from syncbn.ranks.watchdog import this_rank
-from syncbn.texts import frame_in, quoted, ranks_in_words, settings_of, warn_once
-from syncbn.torch_internals.autograd import is_wrapped
-from syncbn.torch_internals.distributed import ddp_that_broadcasts, is_pipeline_stage, name_of
-from syncbn.torch_internals.state import PLAIN_CLASSES, constant_in_graphs
+from syncbn.texts import find_frame, format_ranks, layer_settings, quote_path, warn_once
+from syncbn.torch_internals import (
+    PLAIN_CLASSES,
+    constant_in_graphs,
+    ddp_that_broadcasts,
+    is_pipeline_stage,
+    is_wrapped,
+    name_of,
+)
 
 
-class CallsOnGroups(Protocol):
-    """A layer, or a `Caller` for a function."""
+class Caller(Protocol):
+    """A layer, or a `FunctionCaller` for a function."""
 
     _call_site: "Site | None"  # of its last call
     _synchronised_ranks: int | None  # by its last training step in eager mode; None before the first
@@ -47,10 +52,10 @@ class CallsOnGroups(Protocol):
 
 
 # The layer whose forward trains in this context, which may call functions such as sync_batch_norm.
-layer_in_forward: ContextVar[CallsOnGroups | None] = ContextVar("layer_in_forward", default=None)
+layer_in_forward: ContextVar[Caller | None] = ContextVar("layer_in_forward", default=None)
 
 
-class Caller:
+class FunctionCaller:
     """A function that calls on process groups, as a layer does; a layer has the same attributes with an underscore."""
 
     _call_site: "Site | None" = None
@@ -110,31 +115,31 @@ class GroupState:
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
         self.name = name_of(group)
         self.ranks, self.num_ranks = dist.get_process_group_ranks(group), group.size()
-        self.sites: WeakKeyDictionary[CallsOnGroups, Site] = WeakKeyDictionary()
+        self.sites: WeakKeyDictionary[Caller, Site] = WeakKeyDictionary()
         self.num_sites = self.num_collectives = 0
-        self.largest_number = Counter[str]()  # of a layer of this root and name
+        self.last_instance_number = Counter[str]()  # of a layer of this root and name
 
 
-_states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
+_group_states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 
 
-def _state_of(group: dist.ProcessGroup) -> GroupState:
-    if group not in _states:
-        _states[group] = GroupState(group)
-    return _states[group]
+def _group_state(group: dist.ProcessGroup) -> GroupState:
+    if group not in _group_states:
+        _group_states[group] = GroupState(group)
+    return _group_states[group]
 
 
 class Site:
     """A layer or function that calls on a group, by its name. The reference to it is weak."""
 
-    number = 0  # of the layer among those of its root and name; 0 where it does not sign
+    instance_number = 0  # of the layer among those of its root and name; 0 where it does not sign
 
-    def __init__(self, caller: CallsOnGroups, group: dist.ProcessGroup, rank: ThisRank) -> None:
-        self.caller, self.rank, self.state, self.num_calls = ref(caller), rank, _state_of(group), 0
-        self.index = self.state.num_sites = self.state.num_sites + 1  # on this rank
-        self.num_exchanging = num_exchanging(group)
+    def __init__(self, caller: Caller, group: dist.ProcessGroup, rank: ThisRank) -> None:
+        self.caller, self.rank, self.group_state, self.num_calls = ref(caller), rank, _group_state(group), 0
+        self.index = self.group_state.num_sites = self.group_state.num_sites + 1  # on this rank
+        self.all_to_all_size = all_to_all_size(group)
         root, path = caller._syncbn_name or ("", "")
-        self.name = quoted(path) or type(caller).__name__
+        self.name = quote_path(path) or type(caller).__name__
         self.label = f"{self.name} in {root}" if root else self.name
         # What the ranks compare: "bn1 in ResNet", "SyncBatchNorm2d(64)", "sync_batch_norm".
         self.layer = self.label
@@ -143,33 +148,33 @@ class Site:
         self.is_signed = getattr(caller, "is_signed", True)  # a layer is
         self.needs_two_values = getattr(caller, "needs_two_values", True)
         self.warned_of_nan = False
-        self.signatures = Signatures(self.state.num_ranks)
+        self.signatures = Signatures(self.group_state.num_ranks)
         if self.is_signed:
-            self.sign_as(self.new_number())
+            self.set_instance_number(self.next_instance_number())
 
     def write_call(self, num_channels: int) -> None:
         """Write how this rank calls the layer, so that reports show it where the ranks differ."""
-        how = f"with {num_channels} channels over {ranks_in_words(self.state.ranks)}"
-        self.rank.write(f"called/{self.state.name}/{self.label}", how)
+        how = f"with {num_channels} channels over {format_ranks(self.group_state.ranks)}"
+        self.rank.write(f"called/{self.group_state.name}/{self.label}", how)
 
-    def new_number(self) -> int:
+    def next_instance_number(self) -> int:
         """A number that no layer of this root class and name has had on this rank."""
-        return self.state.largest_number[self.layer] + 1
+        return self.group_state.last_instance_number[self.layer] + 1
 
-    def sign_as(self, number: int) -> None:
+    def set_instance_number(self, number: int) -> None:
         """Sign from now on as the layer of this number, a new one."""
-        self.number = self.state.largest_number[self.layer] = number
+        self.instance_number = self.group_state.last_instance_number[self.layer] = number
         self.signatures.identity = f"{self.layer} {number}"
         self.signatures.clear()
 
 
-def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
+def call_site(caller: Caller, group: dist.ProcessGroup) -> Site:
     """The call site of a layer or function, which may not have called on this group before.
 
     **Raises** ValueError where the first call of a layer shows that it is in a stage of a pipeline over these ranks,
     RuntimeError in a forked process.
     """
-    rank, state = this_rank(), _state_of(group)
+    rank, state = this_rank(), _group_state(group)
     site = state.sites.get(caller)
     if site is None:
         _require_one_stage(state.ranks)
@@ -177,7 +182,7 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
             _warn_of_broadcast(caller, state.ranks)
             _warn_of_shared_memory(caller)
         site = state.sites[caller] = Site(caller, group, rank)
-    settings = settings_of(caller)
+    settings = layer_settings(caller)
     if site.signatures.settings != settings:
         site.signatures.settings = settings
         site.signatures.clear()
@@ -186,7 +191,7 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
 
 def _after_fork() -> None:
     """The parent's groups do not work in this process: layers must look theirs up again, and `this_rank` refuses."""
-    for state in _states.values():
+    for state in _group_states.values():
         state.group = lambda: None
 
 
@@ -200,15 +205,15 @@ def _require_one_stage(ranks: list[int]) -> None:
 
     They would wait for each other: one in batch norm, the next for the output of the stage before it.
     """
-    frame = frame_in("torch.distributed.pipelining.stage")
+    frame = find_frame("torch.distributed.pipelining.stage")
     stage: Any = None if frame is None else frame.f_locals.get("self")
     if not is_pipeline_stage(stage):
         return
     pipeline = dist.get_process_group_ranks(stage.group or dist.group.WORLD)
     if len({*ranks} & {*pipeline}) > 1:
-        where = f"stage {stage.stage_index} of a pipeline over {ranks_in_words(pipeline)}, which hold other stages"
+        where = f"stage {stage.stage_index} of a pipeline over {format_ranks(pipeline)}, which hold other stages"
         remedy = "with the group of the ranks that hold the same stage, or with process_group=1 where that is one rank"
-        what = f"the layer is in {where}, and synchronises over {ranks_in_words(ranks)}"
+        what = f"the layer is in {where}, and synchronises over {format_ranks(ranks)}"
         raise ValueError(f"{what}; convert the stage {remedy}")
 
 
@@ -216,7 +221,7 @@ def _warn_of_broadcast(layer: torch.nn.Module, ranks: list[int]) -> None:
     """Warn where DistributedDataParallel gives the running statistics of its first rank to ranks of other groups."""
     ddp = ddp_that_broadcasts(getattr(layer, "running_mean", None))
     if ddp is not None and not {*ranks}.issuperset(dist.get_process_group_ranks(ddp.process_group)):
-        what = f"layers share their statistics over {ranks_in_words(ranks)} alone, but DistributedDataParallel"
+        what = f"layers share their statistics over {format_ranks(ranks)} alone, but DistributedDataParallel"
         copies = "copies the running statistics of its first rank to all of its ranks before forwards"
         remedy = "Pass it forward_sync_buffers=False (broadcast_buffers=False before torch 2.13)."
         warn_once(f"syncbn: {what} {copies}. {remedy}")

@@ -1,21 +1,23 @@
-"""Raises what kernels on a GPU have seen in the total of an all_reduce: some calls later, with all ranks' calls in it.
+"""Raises the faults that GPU kernels find in the total of an all_reduce.
 
-A kernel notes in status words what it saw. There are such words for each group, device and stream, as a stream runs
-kernels in order. So the host also knows which all_reduces have ended, without a call of CUDA.
+The host does not wait for a GPU, so the fault surfaces some calls later, with the reports of all ranks. Kernels store
+what they find in status words. Each group, device and stream has its own words, because a stream runs kernels in order;
+so the host also knows, without a call to CUDA, which all_reduces have ended.
 
-    tag                 names an all_reduce: its number in the group, from 1; in a CUDA graph < 0, for a layer and pass
-    words               three int64 in pinned memory, which kernels write and the host reads:
-      ENDED             the tag of the last all_reduce whose total a kernel has read
-      FAULT             the tag of the first faulty all_reduce, and the kind of the fault
-      LOCAL_NOT_FINITE  the tag of the first forward to which this rank gave NaN or infinity; the host sets it to 0
-    state               FAULT again, in the GPU's memory: after a fault kernels update no running statistics
-    begun               the last all_reduces that the host has begun: which layer a tag means
+    sequence number   identifies an all_reduce of the group, from 1; in a CUDA graph a negative number that identifies
+                      layer and pass
+    words             three int64 in pinned memory, which kernels write and the host reads:
+      ENDED             sequence number of the last all_reduce whose total a kernel has read
+      FAULT             sequence number of the first faulty all_reduce, and the fault_kind of the fault
+      LOCAL_NOT_FINITE  sequence number of the first forward with non-finite local sums; the host clears it
+    device word       a copy of FAULT in the GPU's memory: after a fault, kernels update no running statistics
+    begun             the last all_reduces that the host has begun, which map sequence numbers to layers
 
-The program raises at its next all_reduce. If it has none within a second, as while it waits for the GPU, the watchdog
-logs the error. Either writes what this rank did in the faulty all_reduce to the store, and reads the other ranks' calls
-there. A fault is final: each later all_reduce of the group raises it again, and kernels update no running statistics.
-So a rank whose layer has another number, as it has reloaded its model, stops the job, where on a CPU the ranks agree on
-a number.
+The program raises the fault at its next all_reduce. If the program has none within a second, for example because it
+waits for the GPU, the watchdog logs the fault. Either one writes this rank's report of the faulty all_reduce to the
+store and reads the reports of the other ranks. A fault is final: every later all_reduce of the group raises it again.
+So a rank that has reloaded its model, whose layers then have new instance numbers, stops the job; on CPUs the ranks
+agree on new numbers instead.
 """
 
 import bisect
@@ -31,18 +33,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn.kernels.interface import BAD_ARGUMENT, ENDED, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER, Mailbox
+from syncbn.kernels.interface import BAD_ARGUMENT, ENDED, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER, StatusWords
 from syncbn.ranks import report
 from syncbn.ranks.collective import IN_CUDA_GRAPH, Collective
 from syncbn.ranks.sites import GroupState, Site
 from syncbn.ranks.watchdog import log
-from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_words
+from syncbn.texts import ONE_VALUE_PER_CHANNEL, format_error
 
-MOST_KEPT = 1024  # all_reduces that a status can name, some ten steps of a ResNet-50
+MAX_PENDING = 1024  # all_reduces that a status can name, some ten steps of a ResNet-50
 
 
-def captured_tag(site: Site, pass_name: str) -> int:
-    """The tag of an all_reduce in a CUDA graph, where a number would be a constant: that of the layer and pass."""
+def captured_sequence_number(site: Site, pass_name: str) -> int:
+    """Return the negative number that identifies the layer and pass of an all_reduce in a CUDA graph, which would
+    capture a counter as a constant."""
     return -2 * site.index - (pass_name == "forward")
 
 
@@ -51,9 +54,9 @@ class GroupStatus:
 
     def __init__(self, state: GroupState) -> None:
         self.group = state
-        self.of_streams: dict[tuple[torch.device, int | None], StreamStatus] = {}  # None: while a stream captures
+        self.streams: dict[tuple[torch.device, int | None], StreamStatus] = {}  # None: while a stream captures
         self.explaining = threading.RLock()  # a fault: the program and the watchdog may, for several streams
-        self.call: report.Call | None = None  # of this rank in the all_reduce with the fault
+        self.call: report.CallReport | None = None  # of this rank in the all_reduce with the fault
         self.fault: Exception | None = None  # that a GPU has met
         self.is_reported = False  # the program has raised the fault, or the watchdog has logged it
 
@@ -82,94 +85,108 @@ class StreamStatus:
         host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")  # a test has no GPU
         state = torch.zeros(1, dtype=torch.int64, device=device)
         _memory.extend((host, state))
-        self.host, self.state = host.data_ptr(), state.data_ptr()
-        self.words = (ctypes.c_int64 * 3).from_address(self.host)
-        self.begun: deque[Collective] = deque(maxlen=MOST_KEPT)  # their numbers, which ascend, are the tags
+        self.host_address, self.device_address = host.data_ptr(), state.data_ptr()
+        self.words = (ctypes.c_int64 * 3).from_address(self.host_address)
+        self.begun: deque[Collective] = deque(
+            maxlen=MAX_PENDING
+        )  # their numbers, which ascend, are the sequence_numbers
         self._oldest: Collective | None = None
-        self.rank, self.of_group = site.rank, status_of(site.state)
-        self._key = f"fault/{site.state.name}"  # of the ranks' calls
-        if not self.of_group.of_streams:  # torch gives names of groups again after destroy_process_group
+        self.rank, self.group_status = site.rank, status_of(site.group_state)
+        self._key = f"fault/{site.group_state.name}"  # of the ranks' calls
+        if not self.group_status.streams:  # torch gives names of groups again after destroy_process_group
             self.rank.erase(self._key)
-        self.of_group.of_streams[device, stream] = self.of_group.of_streams[device, None] = self
+        self.group_status.streams[device, stream] = self.group_status.streams[device, None] = self
         self.rank.watched.add(self)
 
-    def mailbox(self, tag: int) -> Mailbox:
-        """Where kernels note what they see in the total with this tag. **Raises** what they have seen in an earlier
+    def status_words(self, sequence_number: int) -> StatusWords:
+        """Return the status words for the all_reduce with this sequence number. **Raises** the fault of an earlier
         total."""
-        if self.words[FAULT] or self.of_group.fault is not None:
+        if self.words[FAULT] or self.group_status.fault is not None:
             raise self.error()
-        return Mailbox(self.host, self.state, tag)
+        return StatusWords(self.host_address, self.device_address, sequence_number)
 
     def unfinished(self) -> Collective | None:
         """The oldest all_reduce that has begun and not ended."""
         ended, oldest = self.words[ENDED], self._oldest
-        if not self.begun or self.begun[-1].number <= ended:
+        if not self.begun or self.begun[-1].sequence_number <= ended:
             self._oldest = None
-        elif oldest is None or oldest.number <= ended:
+        elif oldest is None or oldest.sequence_number <= ended:
             begun = [*self.begun]
-            self._oldest = begun[bisect.bisect(begun, ended, key=operator.attrgetter("number"))]
+            self._oldest = begun[bisect.bisect(begun, ended, key=operator.attrgetter("sequence_number"))]
             if oldest is not None:  # until now the GPU may have been behind
                 self._oldest.start = time.monotonic()
         return self._oldest
 
     def has_ended(self) -> bool:
         """Whether the group is gone, and no later step can raise what kernels have seen."""
-        return self.of_group.group.group() is None
+        return self.group_status.group.group() is None
 
     def look(self, is_last: bool = False) -> None:
         """The watchdog looks: warns of NaN, and logs a fault that the program does not raise before the next look."""
-        tag = self.words[LOCAL_NOT_FINITE]
-        if tag and self.begun and tag <= self.begun[-1].number:  # the kernel may be ahead of the host's all_reduce
+        sequence_number = self.words[LOCAL_NOT_FINITE]
+        if (
+            sequence_number and self.begun and sequence_number <= self.begun[-1].sequence_number
+        ):  # the kernel may be ahead of the host's all_reduce
             self.words[LOCAL_NOT_FINITE] = 0
-            noted = self._collective(tag)
+            noted = self._collective(sequence_number)
             if noted is not None:
                 noted.warn_not_finite()
-        if self.words[FAULT] and not self.of_group.is_reported:
-            was_explained = self.of_group.fault is not None
+        if self.words[FAULT] and not self.group_status.is_reported:
+            was_explained = self.group_status.fault is not None
             self._explain()  # while the other ranks answer
             if was_explained or is_last:
-                log.error("syncbn: rank %d meets a fault on the GPU.\n%s", self.rank.rank, in_words(self.error()))
+                log.error("syncbn: rank %d meets a fault on the GPU.\n%s", self.rank.rank, format_error(self.error()))
 
     def error(self) -> Exception:
         """What every rank of the group raises because of a fault that kernels have noted."""
-        self.of_group.is_reported = True
+        self.group_status.is_reported = True
         return copy.deepcopy(self._explain())  # the traceback of an error keeps the tensors of its step, and the group
 
     def _explain(self) -> Exception:
-        of_group = self.of_group
-        with of_group.explaining:
-            if of_group.fault is None:
-                words = [of_stream.words[FAULT] for of_stream in [*of_group.of_streams.values()]]
-                tag, kind = divmod(min(filter(None, words)), 4)  # the first of all streams, on each rank the same
-                call = self.write_call(tag)
-                of_group.fault = self._explained(kind, tag, call).with_traceback(None)
-                after = f", noticed after {self.begun[-1].doing()}" if self.begun else ""
-                of_group.fault.add_note(f"The results of {call.doing} and all later ones are void{after}.")
-        return of_group.fault
+        group_status = self.group_status
+        with group_status.explaining:
+            if group_status.fault is None:
+                words = [of_stream.words[FAULT] for of_stream in [*group_status.streams.values()]]
+                sequence_number, fault_kind = divmod(
+                    min(filter(None, words)), 4
+                )  # the first of all streams, on each rank the same
+                call = self.write_call(sequence_number)
+                group_status.fault = self._explained(fault_kind, sequence_number, call).with_traceback(None)
+                after = f", noticed after {self.begun[-1].description()}" if self.begun else ""
+                group_status.fault.add_note(f"The results of {call.description} and all later ones are void{after}.")
+        return group_status.fault
 
-    def write_call(self, tag: int, error: Exception | None = None) -> report.Call:
-        """Write what this rank did in the all_reduce with this tag, once; with its `error`, if that is the fault."""
-        of_group = self.of_group
-        with of_group.explaining:
-            if of_group.call is None:
-                collective = self._collective(tag)
-                of_group.call = report.Call(f"all_reduce {tag}") if collective is None else collective.described(error)
-                self.rank.write(self._key, of_group.call)
-        return of_group.call
+    def write_call(self, sequence_number: int, error: Exception | None = None) -> report.CallReport:
+        """Write, once, this rank's report of the all_reduce with this sequence number, with `error` if that is the
+        fault."""
+        group_status = self.group_status
+        with group_status.explaining:
+            if group_status.call is None:
+                collective = self._collective(sequence_number)
+                unknown = report.CallReport(f"all_reduce {sequence_number}")
+                group_status.call = unknown if collective is None else collective.to_report(error)
+                self.rank.write(self._key, group_status.call)
+        return group_status.call
 
-    def _collective(self, tag: int) -> Collective | None:
-        """The all_reduce with this tag; None if it is too old, or its layer is gone."""
-        if tag > 0:
-            of_streams = [*self.of_group.of_streams.values()]
-            return next((begun for one in of_streams for begun in [*one.begun] if begun.number == tag), None)
-        sites, pass_name = [*self.of_group.group.sites.values()], "forward" if tag % 2 else "backward"
-        return next((Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.index == -tag // 2), None)
+    def _collective(self, sequence_number: int) -> Collective | None:
+        """Return the all_reduce with this sequence number; None if it is too old, or if its layer is gone."""
+        if sequence_number > 0:
+            streams = [*self.group_status.streams.values()]
+            return next(
+                (begun for one in streams for begun in [*one.begun] if begun.sequence_number == sequence_number), None
+            )
+        sites, pass_name = [*self.group_status.group.sites.values()], "forward" if sequence_number % 2 else "backward"
+        return next(
+            (Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.index == -sequence_number // 2), None
+        )
 
-    def _explained(self, kind: int, tag: int, call: report.Call) -> Exception:
-        ranks = self.of_group.group.ranks
-        calls = report.exchange(self.rank, ranks, self._key, call)
-        if kind == ONE_VALUE:
-            doing = next(other.doing for other in calls if other is not None)
-            return ValueError(f"syncbn: {ONE_VALUE_PER_CHANNEL} in {doing}. Use a larger batch or eval().")
-        error = report.explain(self.rank, ranks, self._collective(tag), calls, kind == RANKS_DIFFER, can_renumber=False)
-        return error or RuntimeError(report.BAD_ARGUMENT if kind == BAD_ARGUMENT else report.DIFFERENT_LAYERS)
+    def _explained(self, fault_kind: int, sequence_number: int, call: report.CallReport) -> Exception:
+        ranks = self.group_status.group.ranks
+        calls = report.gather_calls(self.rank, ranks, self._key, call)
+        if fault_kind == ONE_VALUE:
+            description = next(other.description for other in calls if other is not None)
+            return ValueError(f"syncbn: {ONE_VALUE_PER_CHANNEL} in {description}. Use a larger batch or eval().")
+        error = report.explain(
+            self.rank, ranks, self._collective(sequence_number), calls, fault_kind == RANKS_DIFFER, can_renumber=False
+        )
+        return error or RuntimeError(report.BAD_ARGUMENT if fault_kind == BAD_ARGUMENT else report.DIFFERENT_LAYERS)

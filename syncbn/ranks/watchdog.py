@@ -76,7 +76,7 @@ def _watch(rank: ThisRank, world: ref[dist.ProcessGroup]) -> None:
     _look_at_last_step(rank)
     rank.ended.wait()  # the program may still hold a destroyed group
     if rank.failed:
-        where = report.where_all_are(rank, None, has_failed=True, at_exit=True)
+        where = report.report_positions(rank, None, has_failed=True, at_exit=True)
         log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
     # Layers that have called on the group still know this rank, and must not keep its store.
     rank.store_answers, rank.store = False, dist.HashStore()
@@ -91,7 +91,7 @@ def _look(rank: ThisRank, seen: Position | None) -> Position:
         watched.look(is_last)
     position = rank.position()
     # A store that grows with each write gets a position only if the position was the same one look ago.
-    if not (rank.is_reading() or rank.ended.is_set() or (rank.store_grows and position != seen)):
+    if not (rank.is_reading() or rank.ended.is_set() or (rank.store_appends and position != seen)):
         rank.write_position()
     on_gpu = [begun for watched in [*rank.watched] if (begun := watched.unfinished()) is not None]
     for wait in [*rank.waiting] or sorted(on_gpu, key=lambda begun: begun.start)[:1]:
@@ -112,8 +112,8 @@ def _warn_if_long(rank: ThisRank, wait: Wait) -> None:
         return
     wait.next_warning_seconds *= 2
     if wait.ranks().index(rank.rank) < WARNING_RANKS:
-        where = report.where_all_are(rank, wait)
-        on_gpu = "" if wait in rank.waiting else f", in {wait.position().doing} on the GPU; the host may be ahead"
+        where = report.report_positions(rank, wait)
+        on_gpu = "" if wait in rank.waiting else f", in {wait.position().description} on the GPU; the host may be ahead"
         log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, on_gpu, where)
 
 
@@ -121,8 +121,8 @@ def _leave(rank: ThisRank, watchdog: threading.Thread) -> None:
     """The default process group, or this program, ends, perhaps because of an exception."""
     if rank.process != os.getpid():  # a forked process, which has no thread
         return
-    rank.failed = positions.failure_of_collective() is not None
-    rank.left = HAS_LEFT + positions.why_it_ends()
+    rank.failed = positions.failed_collective() is not None
+    rank.left = HAS_LEFT + positions.exit_reason()
     if rank.reader is not None and rank.reader is not threading.current_thread():  # it may be in a call of a dead store
         rank.reader.join(LEAVE_SECONDS)
     if not rank.is_reading() and rank.writing.acquire(timeout=LEAVE_SECONDS):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from roads_taken import forget_kernels
+from equal_to_torch import forget_kernels
 from torch import Tensor, nn
 from training import unchanged
 from voting import Ranks

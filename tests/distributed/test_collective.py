@@ -39,7 +39,7 @@ def test_all_ranks_have_the_same_bits(ranks: Ranks, exchanges: bool, by_operator
 @pytest.mark.parametrize("is_large", [False, True])
 def test_training(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_large: bool) -> None:
     if is_large:
-        monkeypatch.setattr(groups, "MOST_RANKS_OF_EXCHANGE", ranks.size - 1)
+        monkeypatch.setattr(groups, "MAX_ALL_TO_ALL_RANKS", ranks.size - 1)
     model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
     require_trains_as(small_model().to(ranks.device), ranks, model)
 
@@ -47,7 +47,7 @@ def test_training(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_large: bool)
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # torch's own
 def test_compiled_training_of_a_large_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "MOST_RANKS_OF_EXCHANGE", ranks.size - 1)
+    monkeypatch.setattr(groups, "MAX_ALL_TO_ALL_RANKS", ranks.size - 1)
     model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
     graphs = AotEagerAndRecordGraphs()
     compiled = torch.compile(model, backend=graphs)
@@ -75,7 +75,7 @@ def test_long_payloads_all_reduce(ranks: Ranks, monkeypatch: pytest.MonkeyPatch,
 ])  # fmt: skip
 def test_which_groups_exchange(monkeypatch: pytest.MonkeyPatch, size: int, config: str, expected: bool) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert groups.num_exchanging(mock.Mock(size=lambda: size)) == size * expected
+    assert groups.all_to_all_size(mock.Mock(size=lambda: size)) == size * expected
 
 
 @pytest.mark.two_ranks

@@ -32,13 +32,13 @@ import syncbn
 from syncbn import fallback
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import cpu, operators
-from syncbn.kernels.interface import TRAILER_NUMBERS
+from syncbn.kernels.interface import TRAILER_ELEMENTS
 from syncbn.ranks import collective, positions, reduction, report, watchdog
 from syncbn.ranks.positions import Position, ThisRank
 from syncbn.ranks.reduction import reduction_of
 from syncbn.ranks.report import RanksDifferError
 from syncbn.ranks.sites import GroupState, Site, smallest_signature
-from syncbn.texts import ranks_in_words
+from syncbn.texts import format_ranks
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
 WRITTEN = r"(; written \S+ s ago)?"
@@ -50,7 +50,7 @@ def layer_and_input(ranks: Ranks) -> tuple[syncbn.SyncBatchNorm, Tensor]:
 
 def other_ranks(ranks: Ranks) -> str:
     """All but rank 0, as reports name them."""
-    return ranks_in_words([*range(1, ranks.size)])
+    return format_ranks([*range(1, ranks.size)])
 
 
 # Signatures.
@@ -103,7 +103,7 @@ def test_the_total_is_freed_with_the_graph(
     layer = syncbn.SyncBatchNorm(num_channels, device=ranks.device)
 
     def num_totals() -> int:
-        shape = (2 * num_channels + TRAILER_NUMBERS,)
+        shape = (2 * num_channels + TRAILER_ELEMENTS,)
         return sum(isinstance(one, Tensor) and one.shape == shape for one in gc.get_objects())
 
     with context():
@@ -182,7 +182,7 @@ def test_totals_that_differ_in_their_bits(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, change_totals: Callable[..., None], create_graph: bool
 ) -> None:
     """A false alarm, whose last remedy is to switch the comparison off."""
-    change_totals(lambda total: total[:-TRAILER_NUMBERS].mul_(1 + (ranks.rank == 0) * 2**-52))
+    change_totals(lambda total: total[:-TRAILER_ELEMENTS].mul_(1 + (ranks.rank == 0) * 2**-52))
     monkeypatch.setattr(report, "ANSWER_SECONDS", 0.5)  # the ranks have no key in common
     layer, x = layer_and_input(ranks)
     y = layer(x.requires_grad_()).square().sum()
@@ -456,7 +456,7 @@ def test_the_first_calls_of_two_threads_start_one_watchdog(ranks: Ranks, monkeyp
 def test_a_rank_that_is_35_s_late(ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other warns once, and both go on. (Here rank 0's wait in the first forward counts as one of 35 s.)"""
     monkeypatch.setattr(collective.Collective, "next_warning_seconds", collective.FIRST_WARNING_SECONDS)
-    is_long = lambda begun: ranks.rank == 0 and begun.doing() == "SyncBatchNorm forward, call 1"  # noqa: E731
+    is_long = lambda begun: ranks.rank == 0 and begun.description() == "SyncBatchNorm forward, call 1"  # noqa: E731
     monkeypatch.setattr(collective.Collective, "seconds", lambda begun: 35.0 * is_long(begun))
     layer, x = layer_and_input(ranks)
     if ranks.rank == 1:
@@ -514,7 +514,7 @@ def write_as_others(reader: ThisRank, position: Position) -> str:
     others = [rank for rank in range(reader.num_ranks) if rank != reader.rank]
     for other in others:
         reader.store.set(f"{reader.prefix}/{other}/position", json.dumps(position))
-    return ranks_in_words(others)
+    return format_ranks(others)
 
 
 AFTER_CALL_7 = Position("0", 7, "forward", "bn forward, call 7")
@@ -523,18 +523,18 @@ AFTER_CALL_7 = Position("0", 7, "forward", "bn forward, call 7")
 def test_positions_before_a_restart_are_not_read(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun may keep the store when it starts the ranks again."""
     others = write_as_others(reader, AFTER_CALL_7)
-    assert f"{others}: after bn forward, call 7\n" in report.where_all_are(reader, None)
+    assert f"{others}: after bn forward, call 7\n" in report.report_positions(reader, None)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr(positions, "default_store", lambda: reader.store)
-    everyone = ranks_in_words([*range(reader.num_ranks)])
-    assert f"{everyone}: has not been seen\n" in report.where_all_are(ThisRank(dist.group.WORLD), None)
+    everyone = format_ranks([*range(reader.num_ranks)])
+    assert f"{everyone}: has not been seen\n" in report.report_positions(ThisRank(dist.group.WORLD), None)
 
 
 def test_ages_are_reported(reader: ThisRank) -> None:
     """By the clock of the host that wrote the position, which may be behind or ahead: it decides nothing."""
     for seconds, age in ((4000, r"; written 40\d\d s ago"), (-3000, "")):
         others = write_as_others(reader, AFTER_CALL_7._replace(time=time.time() - seconds))
-        where = report.where_all_are(reader, None)
+        where = report.report_positions(reader, None)
         assert re.search(f"{others}: after bn forward, call 7{age}\n", where), where
 
 
@@ -548,13 +548,13 @@ def test_a_position_that_changes_while_it_is_read(
     of the user's own starts the rank again: its position takes the place of the ended process's."""
     written = Position(process=7, host=positions.this_host())
 
-    def state_of(process: int) -> str:
+    def process_state(process: int) -> str:
         write_as_others(reader, written._replace(**change))
         return f"its process ({process}) has ended"
 
-    monkeypatch.setattr(report, "state_of", state_of)
+    monkeypatch.setattr(report, "process_state", process_state)
     write_as_others(reader, written)
-    where = report.where_all_are(reader, None)
+    where = report.report_positions(reader, None)
     assert line in where
     assert "has ended" not in where
 
@@ -612,7 +612,7 @@ def test_a_store_that_is_gone_is_called_once(
     for _ in range(4):
         reader.left += "-"
         reader.write_position()
-        assert "the process group's store does not answer" in report.where_all_are(reader, None)
+        assert "the process group's store does not answer" in report.report_positions(reader, None)
     assert calls.call_count == 1
 
 
@@ -624,15 +624,15 @@ def test_a_slow_answer_of_the_store_ends_one_report_alone(reader: ThisRank, monk
     monkeypatch.setattr(reader, "store", mock.Mock(wraps=reader.store, has_extended_api=lambda: False))
     reader.store.check.side_effect = lambda keys: answers.wait() and check(keys)
     for _ in range(2):
-        assert unknown in report.where_all_are(reader, None)
+        assert unknown in report.report_positions(reader, None)
     answers.set()
     reader.reader.join()
     monkeypatch.setattr(report, "READ_SECONDS", 60.0)
-    assert f"{others}: has left" in report.where_all_are(reader, None)
+    assert f"{others}: has left" in report.report_positions(reader, None)
     reader.store.check.side_effect = dist.DistStoreError("wait timeout after 3000ms")
-    assert unknown in report.where_all_are(reader, None)
+    assert unknown in report.report_positions(reader, None)
     reader.store.check.side_effect = check
-    assert f"{others}: has left" in report.where_all_are(reader, None)
+    assert f"{others}: has left" in report.report_positions(reader, None)
 
 
 def test_a_position_that_the_store_did_not_take_is_written_again(
@@ -648,7 +648,7 @@ def test_a_position_that_the_store_did_not_take_is_written_again(
 
 def test_a_store_that_grows_gets_positions_that_last(reader: ThisRank) -> None:
     """As a file does, to which a job of a week would write gigabytes."""
-    reader.store_grows = True
+    reader.store_appends = True
     written, moved = reader.written, reader.written._replace(left="has left")
     reader.left = "has left"
     assert watchdog._look(reader, written) == moved

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from voting import Ranks
 
 import syncbn
-from syncbn.kernels.interface import TRAILER_NUMBERS
+from syncbn.kernels.interface import TRAILER_ELEMENTS
 from syncbn.ranks.collective import all_reduce
-from syncbn.ranks.groups import num_exchanging
+from syncbn.ranks.groups import all_to_all_size
 from syncbn.ranks.positions import ThisRank
 from syncbn.ranks.report import RanksDifferError
 
@@ -73,12 +73,12 @@ def test_backwards_of_two_models_in_another_order(ranks: Ranks) -> None:
 def test_two_models_of_one_class_may_not_share_a_number(ranks: Ranks) -> None:
     """Rank 1 joins in by compiled graphs at first, so rank 0 alone has numbers for the three models."""
     models = first, second, third = [build() for _ in range(3)]
-    num_ranks = num_exchanging(dist.group.WORLD)
+    num_ranks = all_to_all_size(dist.group.WORLD)
     for model in models:
         if ranks.rank == 0:
             model(x())
         else:  # what a compiled graph sends, of which no layer is known
-            all_reduce(torch.zeros(2 * 3 + TRAILER_NUMBERS, dtype=torch.float64), dist.group.WORLD, num_ranks)
+            all_reduce(torch.zeros(2 * 3 + TRAILER_ELEMENTS, dtype=torch.float64), dist.group.WORLD, num_ranks)
     for model in (second, first):
         model(x())
     with pytest.raises(RanksDifferError, match=DIFFER):

@@ -50,7 +50,7 @@ def model(player: Player) -> Model:
 
 def statuses(layer: syncbn.SyncBatchNorm) -> dict[int | None, status.StreamStatus]:
     """The status of the layer's group on each stream; None is the one that a capture borrows."""
-    return {stream: one for (_, stream), one in status.status_of(layer._call_site.state).of_streams.items()}
+    return {stream: one for (_, stream), one in status.status_of(layer._call_site.group_state).streams.items()}
 
 
 def text_of(call: Callable[[], object], error: type[Exception]) -> str:
@@ -158,7 +158,7 @@ def test_a_fault_in_a_replay(ranks: Ranks, model: Model) -> None:
     """A captured graph stores the layer and the pass, not a number. The next eager call raises."""
     layer = model.bn1 if ranks.rank else model.bn2
     own_status = statuses(layer)[None]
-    own_status.words[FAULT] = status.captured_tag(layer._call_site, "backward") * 4 + RANKS_DIFFER
+    own_status.words[FAULT] = status.captured_sequence_number(layer._call_site, "backward") * 4 + RANKS_DIFFER
     text = text_of(lambda: model(X), RanksDifferError)
     assert "rank 0: in bn2 backward, in a CUDA graph" in text
     assert "rank 1: in bn1 backward, in a CUDA graph" in text
@@ -166,14 +166,16 @@ def test_a_fault_in_a_replay(ranks: Ranks, model: Model) -> None:
 
 
 def test_a_capture_makes_no_status(ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It borrows that of another stream, with a negative tag; where there is none, nothing is recorded."""
+    """It borrows that of another stream, with a negative sequence_number; where there is none, nothing is recorded."""
     layer = Model().bn1
     for streams in ([None, None], [7, 7], [None, None]):
         monkeypatch.setattr(reduction, "stream_of", lambda device, streams=streams: streams[0])
         layer(X).sum().backward()
     assert [*statuses(layer)] == [7, None]
     own_status = statuses(layer)[7]
-    assert [begun.number for begun in own_status.begun] == [3, 4], "what a graph captures is not expected to end"
+    assert [begun.sequence_number for begun in own_status.begun] == [3, 4], (
+        "what a graph captures is not expected to end"
+    )
     assert not own_status.words[FAULT]
 
 
@@ -226,7 +228,7 @@ def test_a_rank_that_does_not_answer(ranks: Ranks, model: Model, monkeypatch: py
     """The error says so, and where all ranks are."""
     monkeypatch.setattr(report, "ANSWER_SECONDS", 0.5)
     if ranks.rank == 0:
-        statuses(model.bn1)[None].words[FAULT] = model.bn1._call_site.state.num_collectives * 4 + RANKS_DIFFER
+        statuses(model.bn1)[None].words[FAULT] = model.bn1._call_site.group_state.num_collectives * 4 + RANKS_DIFFER
         text = text_of(lambda: model(X), RanksDifferError)
         assert "rank 0: in bn1 backward, call 1\nrank 1: has not answered within 0.5 s\nWhere the ranks are" in text
     dist.barrier()
@@ -342,7 +344,7 @@ def test_a_gpu_that_is_behind_does_not_wait(model: Model, monkeypatch: pytest.Mo
         for begun in own_status.begun:
             begun.start = -1e9
         own_status.words[ENDED] = seen
-        assert own_status.unfinished().number == number
+        assert own_status.unfinished().sequence_number == number
         assert (own_status.unfinished().seconds() > 1e8) == (number < ended)
     own_status.words[ENDED] = ended
     assert own_status.unfinished() is None

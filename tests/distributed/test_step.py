@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import voting
 from counting import CountCollectives
-from roads_taken import with_gaps
+from equal_to_torch import with_gaps
 from torch import Tensor, nn
 from training import frees_first_batch, step
 from voting import Ranks
@@ -23,7 +23,7 @@ from voting import Ranks
 import syncbn
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
-from syncbn.layout import Layout
+from syncbn.kernels.interface import Layout
 from syncbn.ranks import report, watchdog
 from syncbn.ranks.reduction import EagerReduction
 
@@ -44,13 +44,13 @@ def layer_and_input(ranks: Ranks, **options: object) -> tuple[syncbn.SyncBatchNo
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many numbers this rank has sent in each all_reduce of a layer."""
     numbers: list[int] = []
-    exchange = report.exchange
+    exchange = report.gather_calls
 
-    def note_exchange(*arguments: Any) -> list[report.Call | None]:
+    def note_gathering(*arguments: Any) -> list[report.CallReport | None]:
         numbers.append(REPORT)
         return exchange(*arguments)
 
-    monkeypatch.setattr(report, "exchange", note_exchange)
+    monkeypatch.setattr(report, "gather_calls", note_gathering)
 
     all_reduce = EagerReduction.all_reduce
 

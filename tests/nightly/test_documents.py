@@ -18,7 +18,9 @@ def test_the_texts_that_are_explained() -> None:
     source = "\n".join(file.read_text() for file in (ROOT / "syncbn").rglob("*.py"))
     source = re.sub(r'"\s+f?"', "", source)  # as Python joins strings
     assert len(cells) > 20
-    for text in (part for cell in cells for quoted in re.findall("`(.*?)`", cell) for part in quoted.split("...")):
+    for text in (
+        part for cell in cells for quote_path in re.findall("`(.*?)`", cell) for part in quote_path.split("...")
+    ):
         words = text.strip(" ().").split()
         pairs = [(" ".join(words[:n]), " ".join(words[n:])) for n in range(1, len(words))]
         is_printed = " ".join(words) in source or any(f"{one} {{" in source and two in source for one, two in pairs)

@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import Options, Tensors, check
-from syncbn.kernels.interface import BackwardKernels, BackwardKind, ForwardKernels, ForwardKind, Needed
-from syncbn.kernels.select import ordinary_back_end
-from syncbn.layout import Layout
+from syncbn.kernels.interface import BackwardConfig, BackwardKernels, ForwardConfig, ForwardKernels, Layout, Needed
+from syncbn.kernels.select import fast_path_back_end
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals.autograd import Check, guards_work, is_wrapped, is_zero_tensor, lack_memory, new_check
-from syncbn.torch_internals.state import PLAIN_OR_NONE
+from syncbn.torch_internals import PLAIN_OR_NONE, Check, any_freed, guards_work, is_wrapped, is_zero_tensor, make_guard
 
 Value = TypeVar("Value")
 
-MOST_KEYS = 4096  # of a cache, which is emptied then
-MOST_OF_A_KEY = 8  # kinds of tensors of one shape that may take turns: of two dtypes, with frozen weights
+MAX_KEYS = 4096  # of a cache, which is emptied then
+MAX_ENTRIES_PER_KEY = 8  # kinds of tensors of one shape that may take turns: of two dtypes, with frozen weights
 _is_present = partial(is_not, None)
 _IS_NESTED, _NONE = repeat("is_nested"), repeat(None)
 _facts = attrgetter("shape", "dtype", "device")  # of a tensor
@@ -53,24 +51,24 @@ class Cache(Generic[Value]):
         for guard, value in self.entries.get(key, ()):
             if guard(*present):
                 # A guard does not see freed memory, at the address 0 or, in a view such as of a flat parameter, above.
-                may_lack_memory = 0 in map(Tensor.data_ptr, present) or any(map(Tensor.storage_offset, present))
-                return None if may_lack_memory and lack_memory(present) else value
+                may_be_freed = 0 in map(Tensor.data_ptr, present) or any(map(Tensor.storage_offset, present))
+                return None if may_be_freed and any_freed(present) else value
         for index, tensor in enumerate(tensors):
             if tensor is not None and id(tensor) in map(id, tensors[:index]):  # no guard accepts a tensor twice
                 return self.get(config, (*tensors[:index], tensor.detach(), *tensors[index + 1 :]), *arguments)
         found = self.find(tensors, *arguments)
         if found is not None and guards_work():
-            if len(self.entries) >= MOST_KEYS:
+            if len(self.entries) >= MAX_KEYS:
                 self.entries.clear()
-            self.entries[key] = ((new_check(*present), found), *self.entries.get(key, ()))[:MOST_OF_A_KEY]
+            self.entries[key] = ((make_guard(*present), found), *self.entries.get(key, ()))[:MAX_ENTRIES_PER_KEY]
         return found
 
 
-def _find_forward(tensors: tuple[Any, ...], options: Options) -> tuple[ForwardKernels, bool] | None:
+def _select_forward(tensors: tuple[Any, ...], options: Options) -> tuple[ForwardKernels, bool] | None:
     """Find the kernels for a forward of plain tensors without a mask, and whether x or z must be copied first: it has
     gaps, or z another layout or dtype than x. None if kernels cannot read the tensors at their addresses. **Raises**
     what is wrong with the arguments."""
-    if options.plan_key is None or not _are_readable(tensors):
+    if options.cache_key is None or not _are_readable(tensors):
         return None
     x, z, *per_channel = tensors = Tensors._make(tensors)
     check(tensors, options, None)
@@ -78,17 +76,17 @@ def _find_forward(tensors: tuple[Any, ...], options: Options) -> tuple[ForwardKe
     mean, var, counter = tensors.running_mean, tensors.running_var, tensors.counter
     if not _are_contiguous(per_channel) or (counter is not None and _facts(counter) != ((), torch.int64, x.device)):
         return None
-    kind = kind_of(tensors, options)._replace(  # these kernels update the buffers
+    config = forward_config(tensors, options)._replace(  # these kernels update the buffers
         mean_dtype=None if mean is None else mean.dtype, var_dtype=None if var is None else var.dtype,
         has_counter=counter is not None, averages=options.momentum is None and counter is not None,
     )  # fmt: skip
-    back_end = ordinary_back_end(kind)
-    needs_copy = not _are_dense((x, z), kind.layout) or (z is not None and z.dtype != x.dtype)
-    return None if back_end is None else (back_end.Forward.of(kind), needs_copy)
+    back_end = fast_path_back_end(config)
+    needs_copy = not _are_dense((x, z), config.layout) or (z is not None and z.dtype != x.dtype)
+    return None if back_end is None else (back_end.Forward.cached(config), needs_copy)
 
 
-def _find_backward(tensors: tuple[Any, ...], forward: ForwardKind, needed: Needed) -> BackwardKernels | None:
-    """Find the kernels for the gradients `needed`, by dy, with the strides of x, and what a forward of this kind has
+def _select_backward(tensors: tuple[Any, ...], forward: ForwardConfig, needed: Needed) -> BackwardKernels | None:
+    """Find the kernels for the gradients `needed`, by dy, with the strides of x, and what a forward of this config has
     saved: x, weight, the statistics, and y or None. None if hooks have rounded or moved what was saved."""
     dy, x, weight, statistics, y = tensors
     if not (PLAIN_OR_NONE.issuperset(map(type, tensors)) and _are_readable(tensors)):
@@ -102,32 +100,32 @@ def _find_backward(tensors: tuple[Any, ...], forward: ForwardKind, needed: Neede
         return None
     if not (_are_dense((dy, x, y), forward.layout) and _are_contiguous((weight, statistics))):
         return None
-    kind = kind_of_backward(forward, dy, weight, needed)
-    back_end = ordinary_back_end(kind)
-    return None if back_end is None else back_end.Backward.of(kind)
+    config = backward_config(forward, dy, weight, needed)
+    back_end = fast_path_back_end(config)
+    return None if back_end is None else back_end.Backward.cached(config)
 
 
-# The config of a forward is the `plan_key` of its options. That of a backward are the kernels of the forward, and which
-# gradients are needed.
-forward_cache, backward_cache = Cache(_find_forward), Cache(_find_backward)
+# Forward entries are keyed by the `cache_key` of the options, backward entries by the kernels of the forward and by
+# which gradients are needed.
+forward_cache, backward_cache = Cache(_select_forward), Cache(_select_backward)
 
 
-def kind_of(tensors: Tensors, options: Options) -> ForwardKind:
-    """The kind of plain arguments that have been checked, without their buffers."""
+def forward_config(tensors: Tensors, options: Options) -> ForwardConfig:
+    """The config of plain arguments that have been checked, without their buffers."""
     x, weight, bias = tensors.input, tensors.weight, tensors.bias
-    return ForwardKind(
+    return ForwardConfig(
         Layout.of(x, options.channel_dim), x.dtype, x.device, options.eps, bool(options.relu),
         tensors.z is not None, None if weight is None else weight.dtype, None if bias is None else bias.dtype,
     )  # fmt: skip
 
 
-def kind_of_backward(kind: ForwardKind, dy: Tensor, weight: Tensor | None, needed: Needed) -> BackwardKind:
-    """The kind of the gradients `needed` of x, weight, bias and residual, behind a forward of this kind."""
+def backward_config(config: ForwardConfig, dy: Tensor, weight: Tensor | None, needed: Needed) -> BackwardConfig:
+    """The config of the gradients `needed` of x, weight, bias and residual, behind a forward of this config."""
     weight_dtype = None if weight is None else weight.dtype
-    return BackwardKind(
-        kind.layout, dy.dtype, dy.device, kind.masks_by_x, kind.masks_by_y, weight_dtype,
-        weight_dtype if needed[1] else None, kind.bias_dtype if needed[2] else None,
-        needs_x=needed[0], needs_residual=needed[3] and kind.masks_by_y, single_rank=kind.single_rank,
+    return BackwardConfig(
+        config.layout, dy.dtype, dy.device, config.masks_by_x, config.masks_by_y, weight_dtype,
+        weight_dtype if needed[1] else None, config.bias_dtype if needed[2] else None,
+        needs_x=needed[0], needs_residual=needed[3] and config.masks_by_y, single_rank=config.single_rank,
     )  # fmt: skip
 
 
@@ -138,7 +136,7 @@ def _are_readable(tensors: Iterable[Tensor | None]) -> bool:
     if any(one.layout != torch.strided or one.is_neg() or is_zero_tensor(one) or is_wrapped(one) for one in present):
         return False
     has_inference = any(tensor.is_inference() for tensor in present) and not torch.is_inference_mode_enabled()
-    return not (has_inference or lack_memory(present))
+    return not (has_inference or any_freed(present))
 
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:

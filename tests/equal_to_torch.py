@@ -1,9 +1,7 @@
-"""Sees which passes leave the fast path, compares a layer with torch's, and makes tensors that must be copied."""
+"""Compares a layer with torch's, forgets cached kernels, and makes tensors that must be copied."""
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,30 +11,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import syncbn
-from syncbn import fallback, plan, step
+from syncbn import kernel_cache
 from syncbn.kernels.interface import BackwardKernels, ForwardKernels
 
 Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
 
 
-@contextlib.contextmanager
-def fallbacks() -> Iterator[list[str]]:
-    """The functions of the fallback that the fast path calls within: train, gradients."""
-    taken: list[str] = []
-
-    def noted(name: str) -> Callable[..., Any]:
-        return lambda *given: taken.append(name) or getattr(fallback, name)(*given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "fallback", SimpleNamespace(train=noted("train"), gradients=noted("gradients")))
-        yield taken
-
-
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the test the caches of kernels are others, which are empty."""
     for kernels in (ForwardKernels, BackwardKernels):
-        kernels.of.cache_clear()
-    for cache in (plan.forward_cache, plan.backward_cache):
+        kernels.cached.cache_clear()
+    for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache):
         monkeypatch.setattr(cache, "entries", {})
 
 
