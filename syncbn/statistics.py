@@ -22,13 +22,13 @@ from syncbn.torch_internals import (
 )
 
 N_COPIES = 4  # that n stands in the statistics
-HAVE_FLOAT64 = "cpu", "cuda"  # Device types that are known to have float64.
+FLOAT64_DEVICE_TYPES = "cpu", "cuda"  # Device types that are known to have float64.
 
 
 @constant_in_graphs
 def supports_float64(device: torch.device) -> bool:
     """Whether the device has float64: Apple's MPS and some of Intel's GPUs do not."""
-    if device.type in HAVE_FLOAT64:
+    if device.type in FLOAT64_DEVICE_TYPES:
         return True
     try:
         torch.zeros(1, dtype=torch.float64, device=device)
@@ -76,7 +76,7 @@ def num_statistics(num_channels: int, relu: bool) -> int:
     return (5 if relu else 3) * num_channels + N_COPIES
 
 
-def unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:
+def unpack_unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:
     """mean (C,), the unbiased variance var * n / (n - 1) (C,), which is meaningless for n <= 1, and n (1,)."""
     mean, var, _, num_values = unpack(statistics, num_channels)
     return mean, var * (num_values / (num_values - 1).clamp(min=1)), num_values
@@ -100,7 +100,7 @@ def update_buffers(
     buffers: list[Tensor] = []
     values: list[Tensor] = []
     if running_mean is not None and running_var is not None and momentum is not None:
-        mean, var, num_values = unbiased(statistics.detach(), len(running_mean))
+        mean, var, num_values = unpack_unbiased(statistics.detach(), len(running_mean))
         for running, statistic, enough in ((running_mean, mean, num_values > 0), (running_var, var, num_values > 1)):
             wide = running.to(statistics.dtype)
             updated = torch.where(enough, (1 - momentum) * wide + momentum * statistic, wide)

@@ -92,7 +92,8 @@ def test_all_reduces_have_a_mailbox_and_a_number(launched: list[str], monkeypatc
     def launch(source: Any, metadata: Any, *arguments: Any) -> None:
         names = source.fn.arg_names
         values = dict(zip(names, arguments[-len(names) :], strict=True))
-        words.append((metadata.name, [values[name] for name in ("host", "state", "sequence_number") if name in names]))
+        status_words = [values[name] for name in gpu_channels.STATUS_WORDS if name in names]
+        words.append((metadata.name, status_words))
 
     monkeypatch.setattr(triton.runtime.driver, "_active", stand_in_driver(90, launch))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -106,8 +107,8 @@ def test_all_reduces_have_a_mailbox_and_a_number(launched: list[str], monkeypatc
             [box.host_address, box.device_address, number + is_backward] for is_backward in (0, 1)
         )
         assert words == [
-            ("parts_of_sums", [of_forward[0], of_forward[2]]), ("forward_channels", of_forward), ("normalize", []),
-            ("parts_of_sums", [0, 0]), ("gradient_sums", []), ("backward_channels", of_backward),
+            ("partial_sums", [of_forward[0], of_forward[2]]), ("forward_channels", of_forward), ("normalize", []),
+            ("partial_sums", [0, 0]), ("gradient_sums", []), ("backward_channels", of_backward),
             ("input_gradient", []),
         ]  # fmt: skip
     dist.destroy_process_group()

@@ -78,7 +78,7 @@ def test_no_input_of_an_operator_is_copied(
     """Neither by generated code nor by the operator, if Inductor makes convolutions channels last (`is_forced`) and
     leaves gaps between channels (`is_padded`), as it does on GPUs, or leaves all as it is. Operators with
     torch.Tag.flexible_layout copied each dy that had gaps, and that of the pooling: twice, as two operators read it."""
-    copied, prepare = [], operators._prepared
+    copied, prepare = [], operators._prepare
 
     def prepared(x: Tensor, *options: Any, **tensors: Tensor | None) -> Any:
         layout, results = prepare(x, *options, **tensors)
@@ -86,7 +86,7 @@ def test_no_input_of_an_operator_is_copied(
         copied.extend(name for name, result in zip(given, results, strict=True) if result is not given[name])
         return layout, results
 
-    monkeypatch.setattr(operators, "_prepared", prepared)
+    monkeypatch.setattr(operators, "_prepare", prepared)
     torch.manual_seed(0)
     first = nn.Conv2d(3, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.ReLU()
     second = nn.Conv2d(8, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.Hardswish(), nn.Conv2d(8, 4, 3, bias=False)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from syncbn.kernels.gpu_channels import N_COPIES, STATUS_WORDS, note_unless_finite, store_trailer
+from syncbn.kernels.gpu_channels import N_COPIES, STATUS_WORDS, record_not_finite, store_trailer
 
 
 class Tiles(NamedTuple):
@@ -42,14 +42,14 @@ class Tiles(NamedTuple):
     compute: tl.dtype  # tl.float32, or tl.float64
 
 
-GROUP = tl.constexpr(4)  # tiles that are loaded before the first is used
+UNROLL = tl.constexpr(4)  # tiles that are loaded before the first is used
 CHUNK = tl.constexpr(32)  # tiles
 # Triton would compile anew for a size that is 1, or a multiple of 16.
-SIZES = ["num_rows", "rows_of_program", "channels", "inner", "multiplier", "shift", *STATUS_WORDS]
+SIZES = ["num_rows", "rows_per_program", "channels", "inner", "multiplier", "bit_shift", *STATUS_WORDS]
 
 
 @triton.jit
-def _sizes(channels, inner, TILES: tl.constexpr):
+def _divisible_sizes(channels, inner, TILES: tl.constexpr):
     """The same, such that Triton knows what divides them, and loads several values at once."""
     if TILES.in_runs:
         inner = inner // TILES.align * TILES.align
@@ -59,7 +59,7 @@ def _sizes(channels, inner, TILES: tl.constexpr):
 
 
 @triton.jit
-def _channel(span, channels, TILES: tl.constexpr):
+def _span_channels(span, channels, TILES: tl.constexpr):
     """The channel of the program's values, or one for each column, and whether there is such a channel."""
     if TILES.in_runs:
         channel = span
@@ -69,19 +69,19 @@ def _channel(span, channels, TILES: tl.constexpr):
 
 
 @triton.jit
-def _tile(first_row, program, TILES: tl.constexpr):
+def _tile_offsets(first_row, program, TILES: tl.constexpr):
     """Where the values of a tile are, (rows, columns), and which exist.
 
     program: (stop, span, channels, inner, multiplier, shift); rows from `stop` on do not exist.
     """
-    stop, span, channels, inner, multiplier, shift = program
+    stop, span, channels, inner, multiplier, bit_shift = program
     row, column = first_row + tl.arange(0, TILES.rows), tl.arange(0, TILES.columns)
     span, exists = tl.cast(span, row.dtype), (row < stop)[:, None]
     if TILES.in_runs:
         if TILES.index == tl.int64:
             run = row // (inner // TILES.columns)
         else:  # the same without a division, see gpu.py
-            run = (tl.umulhi(row.to(tl.uint32), multiplier.to(tl.uint32)) >> shift).to(tl.int32)
+            run = (tl.umulhi(row.to(tl.uint32), multiplier.to(tl.uint32)) >> bit_shift).to(tl.int32)
         start = row * TILES.columns + run * ((channels - 1) * tl.cast(inner, row.dtype)) + span * inner
         exists = tl.broadcast_to(exists, (TILES.rows, TILES.columns))
     else:
@@ -98,23 +98,23 @@ def _load(pointer, offsets, exists, TILES: tl.constexpr):
 
 
 @triton.jit
-def _across(numbers, TILES: tl.constexpr):
+def _broadcast(values, TILES: tl.constexpr):
     """Numbers of channels, such that they go with a tile."""
     if TILES.in_runs:
-        return numbers
+        return values
     else:
-        return numbers[None, :]
+        return values[None, :]
 
 
 @triton.jit
 def _coefficient(coefficients, index, channels, channel, exists, TILES: tl.constexpr):
     """The coefficient of this index, such that it goes with a tile."""
-    numbers = tl.load(coefficients + index * channels + channel, mask=exists, other=0.0)
-    return _across(numbers.to(TILES.compute), TILES)
+    values = tl.load(coefficients + index * channels + channel, mask=exists, other=0.0)
+    return _broadcast(values.to(TILES.compute), TILES)
 
 
 @triton.jit
-def _through_relu(
+def _apply_relu_mask(
     dy, difference, x, y, scale, shift, offsets, exists, TILES: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
     """dy, but 0 where the output of a relu is 0: y or, with RELU, what `normalize` made of x - center."""
@@ -128,7 +128,7 @@ def _through_relu(
 
 
 @triton.jit
-def _over_rows(values, TILES: tl.constexpr):
+def _sum_rows(values, TILES: tl.constexpr):
     """The sum of each column of a tile; in runs values are (rows,). tl.sum over the rows of columns would have many
     conflicts of banks in shared memory; few are left where a thread first gets two rows of a column, and adds them."""
     if TILES.in_runs:
@@ -141,17 +141,17 @@ def _over_rows(values, TILES: tl.constexpr):
 @triton.jit
 def _center(x, start, program, TILES: tl.constexpr):
     """The mean of the first tile, rounded to the dtype of x, or 0 where that is not finite."""
-    offsets, exists = _tile(start, program, TILES)
+    offsets, exists = _tile_offsets(start, program, TILES)
     values, count = _load(x, offsets, exists, TILES), tl.minimum(program[0] - start, TILES.rows)
     if TILES.in_runs:
         values, count = tl.sum(values, 1), count * TILES.columns
-    total = _over_rows(values, TILES)
+    total = _sum_rows(values, TILES)
     center = (total / tl.maximum(count, 1).to(TILES.compute)).to(x.dtype.element_ty).to(TILES.compute)
     return tl.where(tl.abs(center) < float("inf"), center, 0.0)  # also NaN
 
 
 @triton.jit
-def _widened(sums, TILES: tl.constexpr):
+def _to_float64(sums, TILES: tl.constexpr):
     """float64 sums of what each thread has: of rows in runs, else of each place of a tile."""
     if TILES.in_runs:
         sums = tl.sum(sums, 1)
@@ -159,9 +159,9 @@ def _widened(sums, TILES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=SIZES)
-def parts_of_sums(
-    x, dy, y, statistics, parts, signature: tl.float64, host: tl.int64, sequence_number: tl.int64, num_rows,
-    rows_of_program, channels, inner, multiplier, shift, TILES: tl.constexpr, RELU: tl.constexpr,
+def partial_sums(
+    x, dy, y, statistics, partials, signature: tl.float64, host_words: tl.int64, sequence_number: tl.int64, num_rows,
+    rows_per_program, channels, inner, multiplier, bit_shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Sums of x and x^2; with dy, of dy and dy * (x - mean), where dy counts as 0 if the output of a relu is 0.
     The sequence number is stored in the status words unless the sums of x are finite.
@@ -169,112 +169,112 @@ def parts_of_sums(
     parts: (parts, 2, channels) numbers; without dy the trailer follows, so that one part is a payload.
     """
     span, part = tl.program_id(0), tl.program_id(1)
-    start = tl.cast(part, TILES.index) * rows_of_program
-    stop = tl.minimum(start + rows_of_program, num_rows)
-    channels, inner = _sizes(channels, inner, TILES)
-    program = (stop, span, channels, inner, multiplier, shift)
-    channel, exists = _channel(span, channels, TILES)
-    values_of_row = TILES.columns if TILES.in_runs else 1  # that are a channel's
+    start = tl.cast(part, TILES.index) * rows_per_program
+    stop = tl.minimum(start + rows_per_program, num_rows)
+    channels, inner = _divisible_sizes(channels, inner, TILES)
+    program = (stop, span, channels, inner, multiplier, bit_shift)
+    channel, exists = _span_channels(span, channels, TILES)
+    values_per_row = TILES.columns if TILES.in_runs else 1  # that are a channel's
     if dy is None:
         center = _center(x, start, program, TILES)
     else:
         center = tl.load(statistics + channel, mask=exists, other=0.0).to(TILES.compute)
-    center_of_tile = _across(center, TILES)
-    scale, offset = 0.0, 0.0
+    tile_center = _broadcast(center, TILES)
+    scale, shift = 0.0, 0.0
     if RELU:  # they follow the statistics
         scale = _coefficient(statistics + N_COPIES, 3, channels, channel, exists, TILES)
-        offset = _coefficient(statistics + N_COPIES, 4, channels, channel, exists, TILES)
+        shift = _coefficient(statistics + N_COPIES, 4, channels, channel, exists, TILES)
 
     zeros = tl.full((TILES.rows, TILES.columns), 0.0, TILES.compute)
-    first, second = _widened(zeros, TILES), _widened(zeros, TILES)
+    first, second = _to_float64(zeros, TILES), _to_float64(zeros, TILES)
     for chunk in range(start, stop, CHUNK * TILES.rows):
-        firsts, seconds = zeros, zeros
-        for row in range(chunk, tl.minimum(chunk + CHUNK * TILES.rows, stop), GROUP * TILES.rows):
-            for tile in tl.static_range(GROUP):
-                offsets, found = _tile(row + tile * TILES.rows, program, TILES)
+        chunk_first, chunk_second = zeros, zeros
+        for row in range(chunk, tl.minimum(chunk + CHUNK * TILES.rows, stop), UNROLL * TILES.rows):
+            for tile in tl.static_range(UNROLL):
+                offsets, in_tile = _tile_offsets(row + tile * TILES.rows, program, TILES)
                 if dy is None:
-                    other = center_of_tile.to(x.dtype.element_ty)
-                    difference = tl.load(x + offsets, mask=found, other=other).to(TILES.compute) - center_of_tile
+                    other = tile_center.to(x.dtype.element_ty)
+                    difference = tl.load(x + offsets, mask=in_tile, other=other).to(TILES.compute) - tile_center
                     factor = difference
                 else:
-                    difference = _load(x, offsets, found, TILES) - center_of_tile
-                    factor = _load(dy, offsets, found, TILES)
-                    factor = _through_relu(factor, difference, x, y, scale, offset, offsets, found, TILES, RELU)
-                firsts += factor
-                seconds += factor * difference
-        first += _widened(firsts, TILES)
-        second += _widened(seconds, TILES)
-    first, second = _over_rows(first, TILES), _over_rows(second, TILES)
+                    difference = _load(x, offsets, in_tile, TILES) - tile_center
+                    factor = _load(dy, offsets, in_tile, TILES)
+                    factor = _apply_relu_mask(factor, difference, x, y, scale, shift, offsets, in_tile, TILES, RELU)
+                chunk_first += factor
+                chunk_second += factor * difference
+        first += _to_float64(chunk_first, TILES)
+        second += _to_float64(chunk_second, TILES)
+    first, second = _sum_rows(first, TILES), _sum_rows(second, TILES)
 
     if dy is None:  # about zero
-        of_center = center.to(tl.float64) * (tl.cast(stop - start, tl.float64) * values_of_row)
-        second += tl.where(center != 0, center * (2 * first + of_center), 0.0)  # 0 times an infinite sum is NaN
-        first += of_center
-    pair = parts + 2 * tl.cast(part, tl.int64) * channels
-    tl.store(pair + channel, first, mask=exists)
-    tl.store(pair + channels + channel, second, mask=exists)
+        center_sum = center.to(tl.float64) * (tl.cast(stop - start, tl.float64) * values_per_row)
+        second += tl.where(center != 0, center * (2 * first + center_sum), 0.0)  # 0 times an infinite sum is NaN
+        first += center_sum
+    destination = partials + 2 * tl.cast(part, tl.int64) * channels
+    tl.store(destination + channel, first, mask=exists)
+    tl.store(destination + channels + channel, second, mask=exists)
     if dy is None:
-        note_unless_finite(first, second, host, sequence_number)
+        record_not_finite(first, second, host_words, sequence_number)
         if (span == 0) & (part == 0):
-            trailer = parts + 2 * tl.cast(tl.num_programs(1), tl.int64) * channels
-            store_trailer(trailer, tl.cast(num_rows, tl.float64) * values_of_row, signature)
+            trailer = partials + 2 * tl.cast(tl.num_programs(1), tl.int64) * channels
+            store_trailer(trailer, tl.cast(num_rows, tl.float64) * values_per_row, signature)
 
 
 @triton.jit
-def _in_reverse(num_rows, rows_of_program, TILES: tl.constexpr):
+def _reverse_range(num_rows, rows_per_program, TILES: tl.constexpr):
     """The span of the program, the first of its rows, where they stop, and the first of the last group."""
     span, part = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    start = tl.cast(part, TILES.index) * rows_of_program
-    stop = tl.minimum(start + rows_of_program, num_rows)
-    return span, start, stop, start + (stop - start - 1) // (GROUP * TILES.rows) * (GROUP * TILES.rows)
+    start = tl.cast(part, TILES.index) * rows_per_program
+    stop = tl.minimum(start + rows_per_program, num_rows)
+    return span, start, stop, start + (stop - start - 1) // (UNROLL * TILES.rows) * (UNROLL * TILES.rows)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def normalize(
-    x, residual, y, coefficients, num_rows, rows_of_program, channels, inner, multiplier, shift,
+    x, residual, y, coefficients, num_rows, rows_per_program, channels, inner, multiplier, bit_shift,
     TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    span, start, stop, last = _in_reverse(num_rows, rows_of_program, TILES)
-    channels, inner = _sizes(channels, inner, TILES)
-    program = (stop, span, channels, inner, multiplier, shift)
-    channel, exists = _channel(span, channels, TILES)
+    span, start, stop, last_start = _reverse_range(num_rows, rows_per_program, TILES)
+    channels, inner = _divisible_sizes(channels, inner, TILES)
+    program = (stop, span, channels, inner, multiplier, bit_shift)
+    channel, exists = _span_channels(span, channels, TILES)
     center = _coefficient(coefficients, 0, channels, channel, exists, TILES)
     scale = _coefficient(coefficients, 1, channels, channel, exists, TILES)
-    offset = _coefficient(coefficients, 2, channels, channel, exists, TILES)
-    for row in range(start, stop, GROUP * TILES.rows):
-        for tile in tl.static_range(GROUP):
-            offsets, found = _tile(last - (row - start) + tile * TILES.rows, program, TILES)
-            value = tl.fma(_load(x, offsets, found, TILES) - center, scale, offset)
+    shift = _coefficient(coefficients, 2, channels, channel, exists, TILES)
+    for row in range(start, stop, UNROLL * TILES.rows):
+        for tile in tl.static_range(UNROLL):
+            offsets, in_tile = _tile_offsets(last_start - (row - start) + tile * TILES.rows, program, TILES)
+            value = tl.fma(_load(x, offsets, in_tile, TILES) - center, scale, shift)
             if residual is not None:
-                value += _load(residual, offsets, found, TILES)
+                value += _load(residual, offsets, in_tile, TILES)
             if RELU:
                 value = tl.where(value <= 0, 0.0, value)
-            tl.store(y + offsets, value, mask=found)
+            tl.store(y + offsets, value, mask=in_tile)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def input_gradient(
-    dy, x, y, grad_x, grad_residual, coefficients, num_rows, rows_of_program, channels, inner, multiplier,
-    shift, TILES: tl.constexpr, RELU: tl.constexpr,
+    dy, x, y, grad_x, grad_residual, coefficients, num_rows, rows_per_program, channels, inner, multiplier,
+    bit_shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    span, start, stop, last = _in_reverse(num_rows, rows_of_program, TILES)
-    channels, inner = _sizes(channels, inner, TILES)
-    program = (stop, span, channels, inner, multiplier, shift)
-    channel, exists = _channel(span, channels, TILES)
+    span, start, stop, last_start = _reverse_range(num_rows, rows_per_program, TILES)
+    channels, inner = _divisible_sizes(channels, inner, TILES)
+    program = (stop, span, channels, inner, multiplier, bit_shift)
+    channel, exists = _span_channels(span, channels, TILES)
     center = _coefficient(coefficients, 0, channels, channel, exists, TILES)
     a = _coefficient(coefficients, 1, channels, channel, exists, TILES)
     b = _coefficient(coefficients, 2, channels, channel, exists, TILES)
     c = _coefficient(coefficients, 3, channels, channel, exists, TILES)
-    scale, offset = 0.0, 0.0
+    scale, shift = 0.0, 0.0
     if RELU:
         scale = _coefficient(coefficients, 4, channels, channel, exists, TILES)
-        offset = _coefficient(coefficients, 5, channels, channel, exists, TILES)
-    for row in range(start, stop, GROUP * TILES.rows):
-        for tile in tl.static_range(GROUP):
-            offsets, found = _tile(last - (row - start) + tile * TILES.rows, program, TILES)
-            difference = _load(x, offsets, found, TILES) - center
-            gradient = _load(dy, offsets, found, TILES)
-            gradient = _through_relu(gradient, difference, x, y, scale, offset, offsets, found, TILES, RELU)
+        shift = _coefficient(coefficients, 5, channels, channel, exists, TILES)
+    for row in range(start, stop, UNROLL * TILES.rows):
+        for tile in tl.static_range(UNROLL):
+            offsets, in_tile = _tile_offsets(last_start - (row - start) + tile * TILES.rows, program, TILES)
+            difference = _load(x, offsets, in_tile, TILES) - center
+            gradient = _load(dy, offsets, in_tile, TILES)
+            gradient = _apply_relu_mask(gradient, difference, x, y, scale, shift, offsets, in_tile, TILES, RELU)
             if grad_residual is not None:
-                tl.store(grad_residual + offsets, gradient, mask=found)
-            tl.store(grad_x + offsets, gradient * a + difference * b + c, mask=found)
+                tl.store(grad_residual + offsets, gradient, mask=in_tile)
+            tl.store(grad_x + offsets, gradient * a + difference * b + c, mask=in_tile)

@@ -1,7 +1,7 @@
 """Defines the kernels as torch operations, which run on every device: the other back ends must compute the same.
 
 The general road takes these classes: `Forward` and `Backward`, whose operations autograd, torch.func and compilers
-see; in eager mode those of `InParts`, which keep float64 copies small; or those of operators.py, which derive from
+see; in eager mode those of `Chunked`, which keep float64 copies small; or those of operators.py, which derive from
 them. cpu.py and gpu.py serve the ordinary road, with more arguments, see interface.py.
 
 C: channels. The layout of a config says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the
@@ -26,8 +26,8 @@ from syncbn.kernels import interface
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
 from syncbn.statistics import N_COPIES, compute_dtype, from_sums, unpack
 
-PART_VALUES = 2**18  # of a part of a tensor: 2 MB in float64, which caches hold
-GPU_PART_VALUES = 2**24  # 128 MB: the launches for smaller parts would take longer than the work
+CHUNK_ELEMENTS = 2**18  # of a part of a tensor: 2 MB in float64, which caches hold
+GPU_CHUNK_ELEMENTS = 2**24  # 128 MB: the launches for smaller parts would take longer than the work
 
 
 def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
@@ -46,37 +46,37 @@ def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
 class Operations:
     """What both passes do with tensors: fold them, add up over channels, map. Either on whole tensors or in parts."""
 
-    in_parts = False
+    chunked = False
 
     def __init__(self, config: interface.ForwardConfig | interface.BackwardConfig) -> None:
         self.config = config
 
-    def summed(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
+    def reduce(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
         """The sums of two terms, of these tensors folded, over the values of each channel: float64 (2C,)."""
-        first, *rest = [torch.cat([*map(channel_sums, terms(*part))]) for part in self.parts(x, *others)]
+        first, *rest = [torch.cat([*map(channel_sums, terms(*chunk))]) for chunk in self.chunks(x, *others)]
         return sum(rest, first)
 
-    def mapped(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
+    def map_elements(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
         """What the function makes of these tensors folded, in the shape, dtype and memory format of x; not as a view,
         which users may not change."""
-        if not self.in_parts:
-            (part,) = self.parts(x, *others)
-            return self.config.layout.unfold(function(*part), x.shape).to(x.dtype, copy=True)
+        if not self.chunked:
+            (chunk,) = self.chunks(x, *others)
+            return self.config.layout.unfold(function(*chunk), x.shape).to(x.dtype, copy=True)
         result = torch.empty_like(x)
-        for result_part, *part in self.parts(result, x, *others):
-            assert result_part is not None
-            result_part.copy_(function(*part))
+        for result_chunk, *chunk in self.chunks(result, x, *others):
+            assert result_chunk is not None
+            result_chunk.copy_(function(*chunk))
         return result
 
-    def parts(self, *tensors: Tensor | None) -> Iterable[list[Tensor | None]]:
+    def chunks(self, *tensors: Tensor | None) -> Iterable[list[Tensor | None]]:
         """The tensors folded to (outer, channel, inner): views of one part after the other, or the whole tensors."""
         folded = [None if tensor is None else self.config.layout.fold(tensor) for tensor in tensors]
-        if not self.in_parts:
+        if not self.chunked:
             return [folded]
         outer, channels, inner = self.config.layout.sizes
-        most_values = PART_VALUES if self.config.device.type == "cpu" else GPU_PART_VALUES
-        rows = max(1, most_values // max(1, channels * inner))
-        columns = max(1, most_values // max(1, channels * rows))
+        max_elements = CHUNK_ELEMENTS if self.config.device.type == "cpu" else GPU_CHUNK_ELEMENTS
+        rows = max(1, max_elements // max(1, channels * inner))
+        columns = max(1, max_elements // max(1, channels * rows))
         starts = itertools.product(range(0, max(1, outer), rows), range(0, max(1, inner), columns))
         return (
             [None if one is None else one[row : row + rows, :, column : column + columns] for one in folded]
@@ -89,7 +89,7 @@ def channel_sums(values: Tensor) -> Tensor:
     return values.sum((0, 2))
 
 
-def minus_mean(x: Tensor, mean: Tensor) -> Tensor:
+def subtract_mean(x: Tensor, mean: Tensor) -> Tensor:
     """x - mean of a folded x, in float64."""
     return x.double() - mean[:, None]
 
@@ -102,7 +102,7 @@ class Forward(Operations):
             wide = x.to(torch.float64)
             return wide, wide.square()
 
-        sums, (outer, _, inner) = self.summed(terms, x), self.config.layout.sizes
+        sums, (outer, _, inner) = self.reduce(terms, x), self.config.layout.sizes
         return torch.cat((sums, sums.new_full((1,), outer * inner), sums.new_zeros(interface.SIGNATURE_ELEMENTS)))
 
     def forward_outputs(self, inputs: Inputs, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,18 +113,18 @@ class Forward(Operations):
         (x, weight, bias, residual), config = inputs, self.config
         statistics = from_sums(total[: -interface.SIGNATURE_ELEMENTS], self.config.eps)
         mean, _, invstd, _ = unpack(statistics, config.layout.sizes[1])
-        _, rest = _split(mean, x.dtype)
+        _, rest = _split_mean(mean, x.dtype)
         scale = invstd if weight is None else invstd * weight.double()
         shift = -rest * scale if bias is None else bias.double() - rest * scale
         if config.masks_by_x:
             statistics = torch.cat((statistics, scale, shift))
 
         def normalize(x: Tensor, residual: Tensor | None) -> Tensor:
-            y = _normalized(x, mean, scale, shift)
+            y = _normalize(x, mean, scale, shift)
             y = y if residual is None else y + residual
             return y.relu() if config.relu else y
 
-        return self.mapped(normalize, x, residual), statistics
+        return self.map_elements(normalize, x, residual), statistics
 
 
 class Backward(Operations):
@@ -137,10 +137,10 @@ class Backward(Operations):
         mean, _, invstd, _ = unpack(statistics, self.config.layout.sizes[1])
 
         def terms(x: Tensor, dy: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-            wide_dy = through_relu(self.config, dy, x, y, statistics).double()
-            return wide_dy, wide_dy * minus_mean(x, mean)
+            wide_dy = apply_relu_mask(self.config, dy, x, y, statistics).double()
+            return wide_dy, wide_dy * subtract_mean(x, mean)
 
-        sums = self.summed(terms, x, dy, y)
+        sums = self.reduce(terms, x, dy, y)
         sum_dy, sum_dy_xmu = sums.chunk(2)
         weight_dtype, bias_dtype = self.config.grad_weight_dtype, self.config.grad_bias_dtype
         grad_weight = None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype)
@@ -154,32 +154,32 @@ class Backward(Operations):
         """
         x, weight, statistics, y = saved
         mean, _, invstd, num_values = unpack(statistics, self.config.layout.sizes[1])
-        narrow_mean, rest = _split(mean, x.dtype)
+        narrow_mean, rest = _split_mean(mean, x.dtype)
         mean_dy, mean_dy_xmu = (total[: -interface.TRAILER_ELEMENTS] / num_values.clamp(min=1)).chunk(2)
         wide_a = invstd if weight is None else invstd * weight.double()
         wide_b = -wide_a * invstd.square() * mean_dy_xmu
-        center, a, b, c = _columns(narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
+        center, a, b, c = _to_columns(narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
 
-        def behind_relu(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
-            return through_relu(self.config, dy, x, y, statistics)
+        def masked_dy(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
+            return apply_relu_mask(self.config, dy, x, y, statistics)
 
         def input_gradient(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
-            return behind_relu(x, dy, y).to(center.dtype) * a + (x.to(center.dtype) - center) * b + c
+            return masked_dy(x, dy, y).to(center.dtype) * a + (x.to(center.dtype) - center) * b + c
 
-        grad_residual = self.mapped(behind_relu, x, dy, y) if self.config.needs_residual else None
-        return self.mapped(input_gradient, x, dy, y) if self.config.needs_x else None, grad_residual
-
-
-class ForwardInParts(Forward):
-    in_parts = True
+        grad_residual = self.map_elements(masked_dy, x, dy, y) if self.config.needs_residual else None
+        return self.map_elements(input_gradient, x, dy, y) if self.config.needs_x else None, grad_residual
 
 
-class BackwardInParts(Backward):
-    in_parts = True
+class ChunkedForward(Forward):
+    chunked = True
+
+
+class ChunkedBackward(Backward):
+    chunked = True
 
 
 class BackEnd(Protocol):
-    """This module, operators.py or `InParts`."""
+    """This module, operators.py or `Chunked`."""
 
     @property
     def Forward(self) -> type[Forward]: ...  # noqa: N802
@@ -187,13 +187,13 @@ class BackEnd(Protocol):
     def Backward(self) -> type[Backward]: ...  # noqa: N802
 
 
-class InParts:
+class Chunked:
     """A back end, as a module is."""
 
-    Forward, Backward = ForwardInParts, BackwardInParts
+    Forward, Backward = ChunkedForward, ChunkedBackward
 
 
-def through_relu(
+def apply_relu_mask(
     config: interface.BackwardConfig, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor
 ) -> Tensor:
     """dy, and 0 where the output of a fused relu is 0, of folded tensors. NaN passes, as in torch's relu."""
@@ -202,24 +202,24 @@ def through_relu(
     if config.masks_by_x:
         num_channels = config.layout.sizes[1]
         scale, shift = statistics[3 * num_channels + N_COPIES :].chunk(2)
-        y = _normalized(x, statistics[:num_channels], scale, shift).to(x.dtype)
+        y = _normalize(x, statistics[:num_channels], scale, shift).to(x.dtype)
     assert y is not None
     return dy.masked_fill(y <= 0, 0)
 
 
-def _normalized(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def _normalize(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """(x - center) * scale + shift of a folded x, in the dtype of computation."""
-    center, scale, shift = _columns(_split(mean, x.dtype)[0], scale, shift)
+    center, scale, shift = _to_columns(_split_mean(mean, x.dtype)[0], scale, shift)
     return (x.to(center.dtype) - center) * scale + shift
 
 
-def _split(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _split_mean(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """center and rest: mean = center + rest."""
     center = mean.to(compute_dtype(dtype))
     return center, mean - center
 
 
-def _columns(center: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+def _to_columns(center: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """These per-channel values, each (C, 1), in the dtype of the center. Inductor does not compute again, for each
     value of a map, what torch.cat puts in memory."""
     packed = torch.cat((center, *[values.to(center.dtype) for values in others]))

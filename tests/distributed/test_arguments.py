@@ -248,10 +248,10 @@ def test_an_unknown_value_of_a_variable_on_one_rank(
 ) -> None:
     from syncbn.kernels import select
 
-    select.why_forced.cache_clear()
+    select.reason_forced.cache_clear()
     forget_kernels(monkeypatch)
     monkeypatch.setenv(name, "fast" if ranks.rank == 0 else os.environ.get(name, ""))
     layer, x = syncbn.SyncBatchNorm1d(C), torch.randn(4, C)
     calls = {"layer": lambda: layer(x), "backward": lambda: batch_norm_backward(x, x, *STATISTICS)}
     check_refused(ranks, calls[call], layer, f"{name} must be {known!r} or not set, got 'fast'")
-    select.why_forced.cache_clear()
+    select.reason_forced.cache_clear()
