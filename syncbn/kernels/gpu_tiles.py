@@ -1,23 +1,24 @@
-"""Goes over whole tensors in Triton: parts of sums, and maps. gpu.py launches it. Uses only features of Triton 3.6.
+"""Triton kernels over whole tensors: partial sums, and the elementwise kernels `normalize` and `input_gradient`.
 
-A tensor is (outer, channel, inner) values in memory. A program goes over *rows* of neighbouring values, several of them
-at a time, which is a *tile*:
+A tensor is (outer, channel, inner) values in memory. Each program loops over tiles; a tile is several rows of
+contiguous values. The tensor is split in one of two ways:
 
-    in runs   a program has values of one channel. A row is 4 values of a run, which has `inner` neighbours, or 1 value
-              where a run is no multiple of 4, or has 4 alone.
-    else      inner is 1: a program has some neighbouring channels. A row is one of the `outer`.
+    in runs   A run is `inner` > 1 contiguous values of one channel. A program processes one channel; a row is 4 values
+              of a run, or 1 value if inner is 4 or not a multiple of 4.
+    else      inner is 1. A program processes several adjacent channels; a row is their values at one outer index.
 
-Programs are numbered (span, part): which channel or channels, and which of the rows.
+The program (span, part) processes the channels of one span and the rows of one part.
 
-A program adds CHUNK tiles in float32 before it adds on in float64; of x it adds the differences from a center near the
-mean, as float32 would lose small ones beside a large mean. A second kernel, in gpu_channels.py, adds what the programs
-found. The order of additions depends only on the sizes and the GPU model: no addition is atomic, and the same input
-gives the same bits. float64 inputs are processed in float64 throughout.
+A program accumulates CHUNK tiles in float32, then adds them to a float64 accumulator. It sums x - center, with a center
+near the mean: float32 sums of x would lose small differences next to a large mean. A second kernel, in gpu_channels.py,
+adds the partial sums of all programs. The order of additions depends only on the sizes and the GPU model: no addition
+is atomic, and the same input gives the same bits. float64 inputs are processed in float64 throughout.
 
-Maps go over the tiles in reverse: what the sums have read last may still be in the GPU's cache.
+Elementwise kernels process the tiles in reverse order, to reuse what the reduction left in the GPU's cache. gpu.py
+launches all kernels. The code uses only features of Triton 3.6.
 """
 
-# Triton has types of its own, and reads this source: constants are upper case, branches on them need their else.
+# Triton compiles this source and has types of its own. Constants are upper case; a branch on a constant needs its else.
 # mypy: ignore-errors
 # ruff: noqa: N803, RET505, SIM108
 
@@ -32,25 +33,25 @@ from syncbn.kernels.gpu_channels import N_COPIES, STATUS_WORDS, record_not_finit
 
 
 class Tiles(NamedTuple):
-    """What kernels are compiled for, beside the dtypes of their tensors."""
+    """Compile-time constants of the kernels, in addition to the dtypes of their tensors."""
 
     in_runs: bool
-    rows: int
-    columns: int  # values of a row
-    align: int  # divides inner in runs, else the number of channels
-    index: tl.dtype  # tl.int64 where int32 does not count the values
-    compute: tl.dtype  # tl.float32, or tl.float64
+    rows: int  # rows per tile
+    columns: int  # values per row
+    align: int  # a divisor of `inner` in runs, else of the number of channels
+    index: tl.dtype  # dtype of offsets: tl.int32, or tl.int64 for large tensors
+    compute: tl.dtype  # tl.float32, or tl.float64 for float64 inputs
 
 
-UNROLL = tl.constexpr(4)  # tiles that are loaded before the first is used
-CHUNK = tl.constexpr(32)  # tiles
-# Triton would compile anew for a size that is 1, or a multiple of 16.
+UNROLL = tl.constexpr(4)  # tiles per iteration, which are all loaded before the first is used
+CHUNK = tl.constexpr(32)  # tiles per float32 sum
+# Without this list Triton would compile a kernel again for a size of 1, and for multiples of 16.
 SIZES = ["num_rows", "rows_per_program", "channels", "inner", "multiplier", "bit_shift", *STATUS_WORDS]
 
 
 @triton.jit
 def _divisible_sizes(channels, inner, TILES: tl.constexpr):
-    """The same, such that Triton knows what divides them, and loads several values at once."""
+    """Return the same sizes in a form from which Triton infers their divisor, and loads several values at once."""
     if TILES.in_runs:
         inner = inner // TILES.align * TILES.align
     else:
@@ -60,7 +61,7 @@ def _divisible_sizes(channels, inner, TILES: tl.constexpr):
 
 @triton.jit
 def _span_channels(span, channels, TILES: tl.constexpr):
-    """The channel of the program's values, or one for each column, and whether there is such a channel."""
+    """Return the channel of the program in runs, else a channel for each column; and whether the channel exists."""
     if TILES.in_runs:
         channel = span
     else:
@@ -70,9 +71,9 @@ def _span_channels(span, channels, TILES: tl.constexpr):
 
 @triton.jit
 def _tile_offsets(first_row, program, TILES: tl.constexpr):
-    """Where the values of a tile are, (rows, columns), and which exist.
+    """Return the offsets of a tile's values, (rows, columns), and a mask of those that exist.
 
-    program: (stop, span, channels, inner, multiplier, shift); rows from `stop` on do not exist.
+    program: (stop, span, channels, inner, multiplier, bit_shift); rows from `stop` on do not exist.
     """
     stop, span, channels, inner, multiplier, bit_shift = program
     row, column = first_row + tl.arange(0, TILES.rows), tl.arange(0, TILES.columns)
@@ -80,7 +81,7 @@ def _tile_offsets(first_row, program, TILES: tl.constexpr):
     if TILES.in_runs:
         if TILES.index == tl.int64:
             run = row // (inner // TILES.columns)
-        else:  # the same without a division, see gpu.py
+        else:  # the same without a division, see _magic_division in gpu.py
             run = (tl.umulhi(row.to(tl.uint32), multiplier.to(tl.uint32)) >> bit_shift).to(tl.int32)
         start = row * TILES.columns + run * ((channels - 1) * tl.cast(inner, row.dtype)) + span * inner
         exists = tl.broadcast_to(exists, (TILES.rows, TILES.columns))
@@ -93,13 +94,13 @@ def _tile_offsets(first_row, program, TILES: tl.constexpr):
 
 @triton.jit
 def _load(pointer, offsets, exists, TILES: tl.constexpr):
-    """0 where there is nothing."""
+    """Load values in the dtype of computation, 0 where none exist."""
     return tl.load(pointer + offsets, mask=exists, other=0.0).to(TILES.compute)
 
 
 @triton.jit
 def _broadcast(values, TILES: tl.constexpr):
-    """Numbers of channels, such that they go with a tile."""
+    """Return per-channel values in a shape that broadcasts to a tile."""
     if TILES.in_runs:
         return values
     else:
@@ -108,7 +109,7 @@ def _broadcast(values, TILES: tl.constexpr):
 
 @triton.jit
 def _coefficient(coefficients, index, channels, channel, exists, TILES: tl.constexpr):
-    """The coefficient of this index, such that it goes with a tile."""
+    """Load the coefficients with this index, in a shape that broadcasts to a tile."""
     values = tl.load(coefficients + index * channels + channel, mask=exists, other=0.0)
     return _broadcast(values.to(TILES.compute), TILES)
 
@@ -117,7 +118,8 @@ def _coefficient(coefficients, index, channels, channel, exists, TILES: tl.const
 def _apply_relu_mask(
     dy, difference, x, y, scale, shift, offsets, exists, TILES: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
-    """dy, but 0 where the output of a relu is 0: y or, with RELU, what `normalize` made of x - center."""
+    """Return dy, set to 0 where the output of a fused relu is 0. That output is y or, with RELU, computed again from
+    `difference`, x - center. Without y and RELU, dy is returned unchanged."""
     if RELU:
         output = tl.fma(difference, scale, shift).to(x.dtype.element_ty).to(TILES.compute)
         return tl.where(output <= 0, 0.0, dy)
@@ -129,8 +131,11 @@ def _apply_relu_mask(
 
 @triton.jit
 def _sum_rows(values, TILES: tl.constexpr):
-    """The sum of each column of a tile; in runs values are (rows,). tl.sum over the rows of columns would have many
-    conflicts of banks in shared memory; few are left where a thread first gets two rows of a column, and adds them."""
+    """Return the sum of each column of a tile; in runs `values` is (rows,), and the result one sum.
+
+    tl.sum(values, 0) of a tile would cause many bank conflicts in shared memory. Few are left if each thread first gets
+    two rows of a column and adds them.
+    """
     if TILES.in_runs:
         return tl.sum(values, 0)
     else:
@@ -140,7 +145,7 @@ def _sum_rows(values, TILES: tl.constexpr):
 
 @triton.jit
 def _center(x, start, program, TILES: tl.constexpr):
-    """The mean of the first tile, rounded to the dtype of x, or 0 where that is not finite."""
+    """Return the mean of the first tile, rounded to the dtype of x, or 0 for a mean that is not finite."""
     offsets, exists = _tile_offsets(start, program, TILES)
     values, count = _load(x, offsets, exists, TILES), tl.minimum(program[0] - start, TILES.rows)
     if TILES.in_runs:
@@ -152,7 +157,7 @@ def _center(x, start, program, TILES: tl.constexpr):
 
 @triton.jit
 def _to_float64(sums, TILES: tl.constexpr):
-    """float64 sums of what each thread has: of rows in runs, else of each place of a tile."""
+    """Return float32 sums of tiles in float64: in runs added up over the columns, else unchanged in shape."""
     if TILES.in_runs:
         sums = tl.sum(sums, 1)
     return sums.to(tl.float64)
@@ -163,10 +168,10 @@ def partial_sums(
     x, dy, y, statistics, partials, signature: tl.float64, host_words: tl.int64, sequence_number: tl.int64, num_rows,
     rows_per_program, channels, inner, multiplier, bit_shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Sums of x and x^2; with dy, of dy and dy * (x - mean), where dy counts as 0 if the output of a relu is 0.
-    The sequence number is stored in the status words unless the sums of x are finite.
+    """Store partial sums of x and x^2 or, with dy, of dy and dy * (x - center), dy masked by a fused relu.
 
-    parts: (parts, 2, channels) numbers; without dy the trailer follows, so that one part is a payload.
+    partials: (parts, 2, channels) sums; without dy a trailer follows, so that a single part is a complete payload.
+    Unless the sums of x are finite, the sequence number is stored in the status words.
     """
     span, part = tl.program_id(0), tl.program_id(1)
     start = tl.cast(part, TILES.index) * rows_per_program
@@ -174,14 +179,14 @@ def partial_sums(
     channels, inner = _divisible_sizes(channels, inner, TILES)
     program = (stop, span, channels, inner, multiplier, bit_shift)
     channel, exists = _span_channels(span, channels, TILES)
-    values_per_row = TILES.columns if TILES.in_runs else 1  # that are a channel's
+    values_per_row = TILES.columns if TILES.in_runs else 1  # of one channel
     if dy is None:
         center = _center(x, start, program, TILES)
     else:
         center = tl.load(statistics + channel, mask=exists, other=0.0).to(TILES.compute)
     tile_center = _broadcast(center, TILES)
     scale, shift = 0.0, 0.0
-    if RELU:  # they follow the statistics
+    if RELU:  # scale and shift follow the statistics
         scale = _coefficient(statistics + N_COPIES, 3, channels, channel, exists, TILES)
         shift = _coefficient(statistics + N_COPIES, 4, channels, channel, exists, TILES)
 
@@ -206,7 +211,7 @@ def partial_sums(
         second += _to_float64(chunk_second, TILES)
     first, second = _sum_rows(first, TILES), _sum_rows(second, TILES)
 
-    if dy is None:  # about zero
+    if dy is None:  # convert sums about the center to sums about zero
         center_sum = center.to(tl.float64) * (tl.cast(stop - start, tl.float64) * values_per_row)
         second += tl.where(center != 0, center * (2 * first + center_sum), 0.0)  # 0 times an infinite sum is NaN
         first += center_sum
@@ -222,7 +227,7 @@ def partial_sums(
 
 @triton.jit
 def _reverse_range(num_rows, rows_per_program, TILES: tl.constexpr):
-    """The span of the program, the first of its rows, where they stop, and the first of the last group."""
+    """Return the program's span, its first row, the end of its rows, and the first row of the last iteration."""
     span, part = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     start = tl.cast(part, TILES.index) * rows_per_program
     stop = tl.minimum(start + rows_per_program, num_rows)
@@ -234,6 +239,7 @@ def normalize(
     x, residual, y, coefficients, num_rows, rows_per_program, channels, inner, multiplier, bit_shift,
     TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
+    """Store y = (x - center) * scale + shift (+ residual) (then relu)."""
     span, start, stop, last_start = _reverse_range(num_rows, rows_per_program, TILES)
     channels, inner = _divisible_sizes(channels, inner, TILES)
     program = (stop, span, channels, inner, multiplier, bit_shift)
@@ -257,6 +263,7 @@ def input_gradient(
     dy, x, y, grad_x, grad_residual, coefficients, num_rows, rows_per_program, channels, inner, multiplier,
     bit_shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
+    """Store grad_x = dy * a + (x - center) * b + c, dy masked by a fused relu, and grad_residual = dy."""
     span, start, stop, last_start = _reverse_range(num_rows, rows_per_program, TILES)
     channels, inner = _divisible_sizes(channels, inner, TILES)
     program = (stop, span, channels, inner, multiplier, bit_shift)
