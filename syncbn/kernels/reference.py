@@ -1,18 +1,19 @@
-"""Defines the kernels as torch operations, which run on every device: the other back ends must compute the same.
+"""Defines the kernels as torch operations, which run on every device. The other back ends must compute the same.
 
-The general road takes these classes: `Forward` and `Backward`, whose operations autograd, torch.func and compilers
-see; in eager mode those of `Chunked`, which keep float64 copies small; or those of operators.py, which derive from
-them. cpu.py and gpu.py serve the ordinary road, with more arguments, see interface.py.
+The fallback uses one of three back ends: this module, whose operations autograd, torch.func and compilers can trace; in
+eager mode `Chunked`, which keeps float64 copies small; or operators.py, whose classes derive from those below. cpu.py
+and gpu.py are the back ends of the fast path. Their methods take more arguments, see interface.py.
 
-C: channels. The layout of a config says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the
-    residual, which have the dtype and shape of x. Sums, totals and statistics are float64, packed as in statistics.py;
-    weight and bias (C,) are of any float dtype. Sums are not signed here.
-A fused relu: backward masks dy where its output was 0: by that output y where a residual was added; else by x, scale
-    and shift (C,), which follow the statistics, and y is None.
-Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, and on GPUs
-    float32 values too: squares of values beyond 1.8e19 then overflow, those of values below 1e-19 lose digits.
-Maps compute single values in float32, or in float64 for float64 values. Beside values beyond 1e18 the float32 number b
-    of backward_outputs underflows, and with it what the variance contributes to the gradient.
+Tensors      x is non-overlapping and dense, and viewed as (outer, C, inner), see Layout in interface.py. dy, y and the
+             residual have the shape, dtype and layout of x. Sums, totals and statistics are float64, packed as in
+             statistics.py. weight and bias (C,) have any float dtype. Sums have zeros in place of a signature here.
+Fused relu   Backward sets dy to 0 where the output of the relu is 0. With a residual that output is the saved y. Else y
+             is None, and the output is computed again from x, scale and shift (C,), which follow the statistics.
+Reductions   They accumulate in float64. For speed the other back ends may first add a few 16-bit values (on GPUs also
+             float32 values) in float32: then squares of values beyond 1.8e19 overflow, and squares of values below
+             1e-19 lose digits.
+Elementwise  Operations on elements compute in float32, or in float64 for float64 tensors. For values beyond 1e18 the
+             float32 coefficient b of backward_outputs underflows, and the gradient loses the term of the variance.
 """
 
 import itertools
@@ -26,15 +27,16 @@ from syncbn.kernels import interface
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
 from syncbn.statistics import N_COPIES, compute_dtype, from_sums, unpack
 
-CHUNK_ELEMENTS = 2**18  # of a part of a tensor: 2 MB in float64, which caches hold
-GPU_CHUNK_ELEMENTS = 2**24  # 128 MB: the launches for smaller parts would take longer than the work
+CHUNK_ELEMENTS = 2**18  # per chunk on CPUs: 2 MB in float64, which fit in the caches
+GPU_CHUNK_ELEMENTS = 2**24  # 128 MB in float64: with smaller chunks the launches would dominate
 
 
 def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
-    """The signature of another pass than forward, float64 (1,), with bits of the sums in the forward's total mixed in.
+    """Return the signature of a backward, float64 (1,): bits of the sums in the forward's total are mixed in.
 
-    These are the same on all ranks and differ from call to call of a layer. h = sum of bits_i * (2 i + 1), without NaN,
-    whose bits may differ; 24 bits of h * MIXER change the signature below its highest bit.
+    The total is the same on all ranks and differs from call to call of a layer. h = sum of bits_i * (2 i + 1), where
+    NaN counts as 0 because its bits may differ between ranks. 24 bits of h * MIXER change the signature below its
+    highest bit.
     """
     sums = forward_total[: -interface.TRAILER_ELEMENTS]
     bits = torch.where(sums.isnan(), 0, sums.view(torch.int64))
@@ -44,7 +46,7 @@ def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
 
 
 class Operations:
-    """What both passes do with tensors: fold them, add up over channels, map. Either on whole tensors or in parts."""
+    """Reductions and elementwise operations of both passes, on whole tensors or, if `chunked`, chunk by chunk."""
 
     chunked = False
 
@@ -52,13 +54,15 @@ class Operations:
         self.config = config
 
     def reduce(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
-        """The sums of two terms, of these tensors folded, over the values of each channel: float64 (2C,)."""
+        """Return the per-channel sums of the two results of `terms`, which gets the tensors folded: float64 (2C,)."""
         first, *rest = [torch.cat([*map(channel_sums, terms(*chunk))]) for chunk in self.chunks(x, *others)]
         return sum(rest, first)
 
     def map_elements(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
-        """What the function makes of these tensors folded, in the shape, dtype and memory format of x; not as a view,
-        which users may not change."""
+        """Return the result of `function`, which gets the tensors folded, in the shape, dtype and strides of x.
+
+        The result is not a view, because autograd forbids in-place changes of a view that a Function returns.
+        """
         if not self.chunked:
             (chunk,) = self.chunks(x, *others)
             return self.config.layout.unfold(function(*chunk), x.shape).to(x.dtype, copy=True)
@@ -69,7 +73,7 @@ class Operations:
         return result
 
     def chunks(self, *tensors: Tensor | None) -> Iterable[list[Tensor | None]]:
-        """The tensors folded to (outer, channel, inner): views of one part after the other, or the whole tensors."""
+        """Return the tensors folded to (outer, channel, inner): views of each chunk, or the whole tensors."""
         folded = [None if tensor is None else self.config.layout.fold(tensor) for tensor in tensors]
         if not self.chunked:
             return [folded]
@@ -85,12 +89,12 @@ class Operations:
 
 
 def channel_sums(values: Tensor) -> Tensor:
-    """The sum over each channel of folded values in float64: (C,)."""
+    """Return the sum of each channel of folded values: (C,)."""
     return values.sum((0, 2))
 
 
 def subtract_mean(x: Tensor, mean: Tensor) -> Tensor:
-    """x - mean of a folded x, in float64."""
+    """Return x - mean in float64 for a folded x."""
     return x.double() - mean[:, None]
 
 
@@ -106,9 +110,9 @@ class Forward(Operations):
         return torch.cat((sums, sums.new_full((1,), outer * inner), sums.new_zeros(interface.SIGNATURE_ELEMENTS)))
 
     def forward_outputs(self, inputs: Inputs, total: Tensor) -> tuple[Tensor, Tensor]:
-        """y = (x - center) * scale + shift (+ residual) (then relu).
+        """Return y = (x - center) * scale + shift (+ residual) (then relu), and the statistics.
 
-        mean = center + rest: x - center is exact, and the shift makes up for the rest.
+        mean = center + rest: x - center is exact, and the shift contains the rest.
         """
         (x, weight, bias, residual), config = inputs, self.config
         statistics = from_sums(total[: -interface.SIGNATURE_ELEMENTS], self.config.eps)
@@ -131,8 +135,10 @@ class Backward(Operations):
     config: interface.BackwardConfig
 
     def backward_sums(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Where the output of a fused relu is 0, dy counts as 0. grad_weight = sum dy * (x - mean) * invstd and
-        grad_bias = sum dy are in memory of their own, as an all_reduce overwrites the sums."""
+        """Return the sums, grad_weight = sum dy * (x - mean) * invstd, and grad_bias = sum dy.
+
+        The gradients do not share memory with the sums, which an all_reduce overwrites.
+        """
         x, _, statistics, y = saved
         mean, _, invstd, _ = unpack(statistics, self.config.layout.sizes[1])
 
@@ -148,9 +154,9 @@ class Backward(Operations):
         return torch.cat((sums, sums.new_zeros(interface.TRAILER_ELEMENTS))), grad_weight, grad_bias
 
     def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
-        """grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean), with which it is
+        """Return grad_x = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight, and grad_residual.
 
-        (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
+        grad_x is computed as dy * a + (x - center) * b + c. The means are the sums of all ranks divided by n.
         """
         x, weight, statistics, y = saved
         mean, _, invstd, num_values = unpack(statistics, self.config.layout.sizes[1])
@@ -179,7 +185,7 @@ class ChunkedBackward(Backward):
 
 
 class BackEnd(Protocol):
-    """This module, operators.py or `Chunked`."""
+    """A back end of the fallback: this module, operators.py or `Chunked`."""
 
     @property
     def Forward(self) -> type[Forward]: ...  # noqa: N802
@@ -188,7 +194,7 @@ class BackEnd(Protocol):
 
 
 class Chunked:
-    """A back end, as a module is."""
+    """The chunked classes, under the names that a module of this protocol has."""
 
     Forward, Backward = ChunkedForward, ChunkedBackward
 
@@ -196,7 +202,7 @@ class Chunked:
 def apply_relu_mask(
     config: interface.BackwardConfig, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor
 ) -> Tensor:
-    """dy, and 0 where the output of a fused relu is 0, of folded tensors. NaN passes, as in torch's relu."""
+    """Return dy set to 0 where the output of a fused relu is 0, for folded tensors. NaN passes, as in torch's relu."""
     if not (config.masks_by_x or config.masks_by_y):
         return dy
     if config.masks_by_x:
@@ -208,19 +214,21 @@ def apply_relu_mask(
 
 
 def _normalize(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """(x - center) * scale + shift of a folded x, in the dtype of computation."""
+    """Return (x - center) * scale + shift for a folded x, in the dtype of computation."""
     center, scale, shift = _to_columns(_split_mean(mean, x.dtype)[0], scale, shift)
     return (x.to(center.dtype) - center) * scale + shift
 
 
 def _split_mean(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """center and rest: mean = center + rest."""
+    """Return center, the mean in the dtype of computation for `dtype`, and rest = mean - center."""
     center = mean.to(compute_dtype(dtype))
     return center, mean - center
 
 
 def _to_columns(center: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """These per-channel values, each (C, 1), in the dtype of the center. Inductor does not compute again, for each
-    value of a map, what torch.cat puts in memory."""
+    """Return per-channel values as (C, 1), in the dtype of `center`.
+
+    torch.cat stores the values in memory; otherwise Inductor would compute them again for each element.
+    """
     packed = torch.cat((center, *[values.to(center.dtype) for values in others]))
     return packed.view(1 + len(others), center.shape[0], 1).unbind()
