@@ -42,7 +42,7 @@ from syncbn.torch_internals import (
     is_compiling,
     is_exporting,
     keeps_graph,
-    recorded,
+    profiler_range,
 )
 
 StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # the arguments of a Function that are not tensors
@@ -58,7 +58,7 @@ TRANSFORMED = (
 def train(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, Tensor]:
     """Return y and the statistics, as `train` of step.py."""
     tensors, options, reduction, wrap = prepared(tensors, options, caller)
-    with recorded("syncbn.forward"), reduction.recording_errors():
+    with profiler_range("syncbn.forward"), reduction.recording_errors():
         if reduction.group is None and not tensors.has_mask():
             y, statistics = train_alone(tensors, options)
         else:
@@ -132,7 +132,7 @@ def fallback_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others
     elif is_transformed(x, *others):
         return reference
     elif fast_path_back_end(config) is None:
-        return reference.InParts
+        return reference.Chunked
     from syncbn.kernels import operators  # which registers them
 
     if is_compiling():
@@ -146,7 +146,7 @@ def _tell_inductor() -> None:
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from syncbn.kernels import inductor
 
-        inductor.tell_inductor()
+        inductor.register_with_inductor()
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
@@ -221,7 +221,7 @@ def gradients(
     saved = dense(x.to(dy.dtype)), weight, statistics.double().contiguous(), y
     dy, needed_config = dense(dy), backward_config(config, dy, weight, needed)
     grad_x = grad_residual = None
-    with recorded("syncbn.backward"):
+    with profiler_range("syncbn.backward"):
         if torch.is_grad_enabled():  # the saved statistics are constants to autograd
             grad_x, grad_weight, grad_bias, grad_residual = _with_graph(config, needed_config, dy, saved, reduction)
         else:
@@ -250,9 +250,9 @@ def _with_graph(
     fold = config.layout.fold
     sums = sum_over_ranks(kernels.forward_sums(x), reduction, WITH_GRAPH)
     mean, mean_square = (sums[:-TRAILER_ELEMENTS] / num_values).chunk(2)
-    xmu = reference.minus_mean(fold(x), mean)
+    xmu = reference.subtract_mean(fold(x), mean)
     invstd = ((mean_square - mean.square()).clamp(min=0) + forward.eps).rsqrt()
-    dy = reference.through_relu(config, fold(dy), fold(x), None if y is None else fold(y), statistics)
+    dy = reference.apply_relu_mask(config, fold(dy), fold(x), None if y is None else fold(y), statistics)
     wide_dy = dy.double()
     sum_dy, sum_dy_xmu = reference.channel_sums(wide_dy), reference.channel_sums(wide_dy * xmu)
     sums = sum_over_ranks(torch.cat((sum_dy, sum_dy_xmu, sum_dy.new_zeros(TRAILER_ELEMENTS))), reduction, "backward")
@@ -380,7 +380,7 @@ def raise_on_all_ranks(
     if (
         not reduction.reads_trailer
         or num_channels is None
-        or not (device.type == "cpu" or select.looks_at_totals(device))
+        or not (device.type == "cpu" or select.checks_totals(device))
     ):
         reduction.record_error(error)
         raise error  # no rank would read the NaN

@@ -28,7 +28,7 @@ from syncbn.kernel_cache import backward_cache, forward_cache
 from syncbn.kernels.interface import ForwardKernels
 from syncbn.ranks.reduction import Reduction, eager_reduction
 from syncbn.ranks.sites import Caller
-from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, keeps_graph, recorded
+from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, keeps_graph, profiler_range
 
 
 def train(tensors: Tensors, options: Options, caller: Caller, in_range: bool = False) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_range: bool = F
     if not (in_range or is_eager()):
         if not is_eager(tensors.input):
             return fallback.train(tensors, options, caller)
-        with recorded("syncbn.forward"):
+        with profiler_range("syncbn.forward"):
             return train(tensors, options, caller, in_range=True)
     if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
         tensors = tensors.without_running_stats()

@@ -620,7 +620,10 @@ def test_a_slow_answer_of_the_store_ends_one_report_alone(reader: ThisRank, monk
     """Whether it comes late, or the store's time-out ends the call."""
     monkeypatch.setattr(report, "READ_SECONDS", 0.2)
     answers, check = threading.Event(), reader.store.check
-    others, unknown = write_as_others(reader, Position(departure="has left")), "the process group's store does not answer"
+    others, unknown = (
+        write_as_others(reader, Position(departure="has left")),
+        "the process group's store does not answer",
+    )
     monkeypatch.setattr(reader, "store", mock.Mock(wraps=reader.store, has_extended_api=lambda: False))
     reader.store.check.side_effect = lambda keys: answers.wait() and check(keys)
     for _ in range(2):

@@ -169,7 +169,7 @@ def test_a_capture_makes_no_status(ranks: Ranks, player: Player, monkeypatch: py
     """It borrows that of another stream, with a negative sequence_number; where there is none, nothing is recorded."""
     layer = Model().bn1
     for streams in ([None, None], [7, 7], [None, None]):
-        monkeypatch.setattr(reduction, "stream_of", lambda device, streams=streams: streams[0])
+        monkeypatch.setattr(reduction, "stream_handle", lambda device, streams=streams: streams[0])
         layer(X).sum().backward()
     assert [*statuses(layer)] == [7, None]
     own_status = statuses(layer)[7]
@@ -187,7 +187,7 @@ def test_a_status_that_cannot_be_made(
     layer = Model().bn1
     for _ in range(before):  # so that kernels are cached
         layer(X)
-    monkeypatch.setattr(reduction, "stream_of", lambda device: 7)
+    monkeypatch.setattr(reduction, "stream_handle", lambda device: 7)
     monkeypatch.setattr(reduction, "StreamStatus", mock.Mock(side_effect=RuntimeError("no pinned memory")))
     with pytest.raises(RuntimeError, match="no pinned memory"):
         layer(X)
@@ -251,13 +251,13 @@ def test_faults_in_two_streams_at_once(ranks: Ranks, model: Model, monkeypatch: 
     monkeypatch.setattr(status.StreamStatus, "poll", lambda own_status, is_last: None)  # the watchdog has seen none
     streams = [5, 7]
     for stream, layers in zip(streams, ((model.bn1, model.bn2), (model.bn2, model.bn1)), strict=True):
-        monkeypatch.setattr(reduction, "stream_of", lambda device, stream=stream: stream)
+        monkeypatch.setattr(reduction, "stream_handle", lambda device, stream=stream: stream)
         layers[ranks.rank](X)
     for stream in streams[:: 1 - 2 * ranks.rank]:
-        monkeypatch.setattr(reduction, "stream_of", lambda device, stream=stream: stream)
+        monkeypatch.setattr(reduction, "stream_handle", lambda device, stream=stream: stream)
         text = text_of(lambda: model(X), RanksDifferError)
         assert "\nrank 0: in bn1 forward, call 2\nrank 1: in bn2 forward, call 2\n" in text
-    monkeypatch.setattr(reduction, "stream_of", lambda device: 0)  # which has seen no fault
+    monkeypatch.setattr(reduction, "stream_handle", lambda device: 0)  # which has seen no fault
     assert text_of(lambda: model(X), RanksDifferError) == text
     dist.barrier()
 
