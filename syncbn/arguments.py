@@ -27,20 +27,23 @@ from syncbn.torch_internals import (
 )
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-PER_CHANNEL = "running_mean", "running_var", "weight", "bias"
-CheckOfDims: TypeAlias = Callable[[Any, Tensor], Any]  # (layer, input)
-ANY_DIMS: CheckOfDims = _BatchNorm._check_input_dim  # not implemented: SyncBatchNorm takes any number of dims
+PER_CHANNEL_NAMES = "running_mean", "running_var", "weight", "bias"
+DimCheck: TypeAlias = Callable[[Any, Tensor], Any]  # (layer, input)
+NO_DIM_CHECK: DimCheck = _BatchNorm._check_input_dim  # not implemented: SyncBatchNorm takes any number of dims
 # The checks that look at the number of dims alone.
-CHECKS_OF_DIMS = {ANY_DIMS, *(layer._check_input_dim for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
-NUMBERS = {float, int, NoneType}  # classes of a usual momentum
+TORCH_DIM_CHECKS = {
+    NO_DIM_CHECK,
+    *(layer._check_input_dim for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
+}
+PLAIN_MOMENTUM_TYPES = {float, int, NoneType}  # classes of a usual momentum
 
 # What to do about tensors that a layer does not take.
-DTENSORS = (
+DTENSOR_REMEDY = (
     "pass {0}.to_local(), and as process_group the group of the ranks that share the batch, such as mesh.get_group(); "
     "DTensor.from_local(output, mesh, placements, shape=input.shape, stride=input.stride()) wraps the output again"
 )
-PARAMETERS = "pass {0}.to_local(), or call the module that fully_shard has wrapped, and not a layer in it"
-NESTED_TENSORS = (
+DTENSOR_PARAMETER_REMEDY = "pass {0}.to_local(), or call the module that fully_shard has wrapped, and not a layer in it"
+NESTED_TENSOR_REMEDY = (
     "pass {0}.values() of one with layout=torch.jagged; "
     "torch.nested.nested_tensor_from_jagged(output, input.offsets()) wraps the output again"
 )
@@ -61,7 +64,7 @@ class Tensors(NamedTuple):
 
     def per_channel(self) -> dict[str, Tensor | None]:
         """The tensors (C,), by their names."""
-        return {name: getattr(self, name) for name in PER_CHANNEL}
+        return {name: getattr(self, name) for name in PER_CHANNEL_NAMES}
 
     def has_mask(self) -> bool:
         """Whether some values do not count, before or after the mask has set them to 0."""
@@ -82,20 +85,20 @@ class Options:
     channel_dim: int = 1
     relu: bool = False
     num_channels: int | None = None  # num_features, for calls without a tensor (C,); None for a function
-    check_input_dim: CheckOfDims = ANY_DIMS
+    check_input_dim: DimCheck = NO_DIM_CHECK
     process_group: GroupSpec = None
     cache_key: tuple[object, ...] | None = field(init=False)  # what plans depend on; None: objects of users, no plan
 
     def __post_init__(self) -> None:
         momentum = self.momentum if type(self.momentum) is int else type(self.momentum)  # an int may be too large
         key = momentum, self.eps, self.relu, self.channel_dim, self.num_channels, self.check_input_dim
-        classes = type(self.momentum) in NUMBERS, *map(type, key[1:4])
+        classes = type(self.momentum) in PLAIN_MOMENTUM_TYPES, *map(type, key[1:4])
         is_cacheable = (
-            not is_compiling() and classes == (True, float, bool, int) and self.check_input_dim in CHECKS_OF_DIMS
+            not is_compiling() and classes == (True, float, bool, int) and self.check_input_dim in TORCH_DIM_CHECKS
         )
         object.__setattr__(self, "cache_key", key if is_cacheable else None)
 
-    def normalized(self, tensors: Tensors) -> Self:
+    def with_float_numbers(self, tensors: Tensors) -> Self:
         """The same options with eps and momentum as floats; a momentum in a tensor stays. **Raises** TypeError or
         ValueError unless each is one real number, and eps is positive. Beside running statistics a momentum of None
         needs a counter."""
@@ -114,12 +117,12 @@ class Options:
 
 def layer_channels(layer: _BatchNorm) -> int:
     """The number of channels of a layer, from its tensors, else from num_features."""
-    tensors = [getattr(layer, name) for name in PER_CHANNEL]
+    tensors = [getattr(layer, name) for name in PER_CHANNEL_NAMES]
     sizes = (len(tensor) for tensor in tensors if tensor is not None and not nn.parameter.is_lazy(tensor))
     return next(sizes, layer.num_features)
 
 
-def checked(tensors: Tensors, options: Options, layer: object) -> Options:
+def check_training(tensors: Tensors, options: Options, layer: object) -> Options:
     """The options with numbers as floats. The arguments are right for training if this returns. **Raises** whatever the
     checks below raise, or a subclass's `_check_input_dim`."""
     check(tensors, options, layer)
@@ -130,7 +133,7 @@ def checked(tensors: Tensors, options: Options, layer: object) -> Options:
         check_writable("running_var", tensors.running_var)
         check_writable("num_batches_tracked", tensors.counter)
     check_saved(tensors)
-    return options.normalized(tensors)
+    return options.with_float_numbers(tensors)
 
 
 def check(tensors: Tensors, options: Options, layer: object) -> None:
@@ -162,7 +165,7 @@ def check_saved(tensors: Tensors) -> None:
                 )
 
 
-def check_input(x: Tensor, channel_dim: int, check_input_dim: CheckOfDims = ANY_DIMS, layer: object = None) -> None:
+def check_input(x: Tensor, channel_dim: int, check_input_dim: DimCheck = NO_DIM_CHECK, layer: object = None) -> None:
     """**Raises** ValueError or TypeError unless x is a dense float tensor of 2 or more dims that has `channel_dim`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a Tensor as input, got {type(x).__name__}")
@@ -170,7 +173,7 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: CheckOfDims = ANY_
         remedy = "call syncbn.revert_syncbn_model(model) before quantising" if x.is_quantized else "convert it first"
         raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {x.dtype}; {remedy}")
     _check_tensor("input", x, x)
-    if check_input_dim is not ANY_DIMS:
+    if check_input_dim is not NO_DIM_CHECK:
         check_input_dim(layer, x)
     if x.ndim < 2:
         raise ValueError(f"expected at least 2D input (got {x.ndim}D input of shape {tuple(x.shape)})")
@@ -239,10 +242,10 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
         remedy = f"a mask is passed as mask=, not as {name}" if tensor.dtype is torch.bool else "convert it first"
         raise TypeError(f"expected {name} to be a float tensor, got {tensor.dtype}; {remedy}")
     if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
-        remedy = DTENSORS if tensor.ndim > 1 else PARAMETERS
+        remedy = DTENSOR_REMEDY if tensor.ndim > 1 else DTENSOR_PARAMETER_REMEDY
         raise TypeError(f"{name} is a DTensor; {remedy.format(name)}")
     if tensor.is_nested:
-        raise TypeError(f"{name} is a NestedTensor; {NESTED_TENSORS.format(name)}")
+        raise TypeError(f"{name} is a NestedTensor; {NESTED_TENSOR_REMEDY.format(name)}")
     if tensor.layout != torch.strided:
         raise TypeError(f"expected a dense {name}, got layout {tensor.layout}; use {name}.to_dense()")
     check_device(name, tensor, x)

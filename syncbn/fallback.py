@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from syncbn.arguments import Options, Tensors, check, check_eps, checked, require_float64, require_two_values
-from syncbn.inputs import Wrap, apply_mask, can_be_unwrapped, make_dense, plain, refuse_proxies, unwrap
+from syncbn.arguments import Options, Tensors, check, check_eps, check_training, require_float64, require_two_values
+from syncbn.inputs import OutputWrapper, apply_mask, has_plain_storage, make_dense, plain, refuse_proxies, unwrap
 from syncbn.kernel_cache import backward_config, forward_config
 from syncbn.kernels import reference, select
 from syncbn.kernels.interface import (
@@ -49,7 +49,7 @@ StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # the arguments of
 # Of x, weight, bias and residual.
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
-TRANSFORMED = (
+TRANSFORM_ERROR = (
     "torch.func.vmap, forward mode (jvp) and is_grads_batched=True are not supported over several ranks; loop over "
     "samples or gradients, use torch.autograd.functional, or set process_group=1"
 )
@@ -57,10 +57,10 @@ TRANSFORMED = (
 
 def train(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, Tensor]:
     """Return y and the statistics, as `train` of step.py."""
-    tensors, options, reduction, wrap = prepared(tensors, options, caller)
+    tensors, options, reduction, wrap = prepare(tensors, options, caller)
     with recorded("syncbn.forward"), reduction.recording_errors():
         if reduction.group is None and not tensors.has_mask():
-            y, statistics = train_alone(tensors, options)
+            y, statistics = train_single_rank(tensors, options)
         else:
             tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
             tensors = make_dense(tensors, options)
@@ -74,13 +74,13 @@ def train(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, T
     return wrap(y), statistics
 
 
-def prepared(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensors, Options, Reduction, Wrap]:
+def prepare(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensors, Options, Reduction, OutputWrapper]:
     """The tensors unwrapped, the options checked, the ranks to synchronise, and what makes the output what the input
     was. **Raises** a fault in the arguments of this rank on every rank."""
     reduction = reduction_now(options.process_group, caller, tensors.input)
     try:
         tensors, options, wrap = unwrap(tensors, options)
-        options = checked(tensors, options, caller)
+        options = check_training(tensors, options, caller)
         if reduction.group is not None or tensors.has_mask():
             require_float64(tensors.input)
         return tensors, options, reduction, wrap
@@ -210,8 +210,8 @@ def gradients(
     """
     x, weight, statistics, y = saved
     dy = torch.zeros_like(x) if dy is None else dy
-    passed_dy = dy if needed[3] and y is None else None  # to a view of which autograd may add in place
-    if can_be_unwrapped(dy):
+    unmasked_dy = dy if needed[3] and y is None else None  # to a view of which autograd may add in place
+    if has_plain_storage(dy):
         dy = plain(dy)
 
     def dense(tensor: Tensor) -> Tensor:  # Dynamo makes dy contiguous in a backward that asks for its strides
@@ -223,7 +223,9 @@ def gradients(
     grad_x = grad_residual = None
     with recorded("syncbn.backward"):
         if torch.is_grad_enabled():  # the saved statistics are constants to autograd
-            grad_x, grad_weight, grad_bias, grad_residual = _with_graph(config, needed_config, dy, saved, reduction)
+            grad_x, grad_weight, grad_bias, grad_residual = _graph_gradients(
+                config, needed_config, dy, saved, reduction
+            )
         else:
             kernels = fallback_back_end(needed_config, *saved, dy).Backward(needed_config)
             sums, grad_weight, grad_bias = kernels.backward_sums(dy, saved)
@@ -234,10 +236,10 @@ def gradients(
                 reduction.forward_total = None
             if needed_config.needs_x or needed_config.needs_residual:
                 grad_x, grad_residual = kernels.backward_outputs(dy, saved, sums)
-    return grad_x, grad_weight, grad_bias, grad_residual if y is not None else passed_dy
+    return grad_x, grad_weight, grad_bias, grad_residual if y is not None else unmasked_dy
 
 
-def _with_graph(
+def _graph_gradients(
     forward: ForwardConfig, config: BackwardConfig, dy: Tensor, saved: Saved, reduction: Reduction
 ) -> Gradients:
     """The gradients as a graph. Mean and variance are computed again from x, with their all_reduce as part of the
@@ -280,7 +282,7 @@ def sum_over_ranks(sums: Tensor, reduction: Reduction, pass_name: str, num_value
         trailer = -TRAILER_ELEMENTS
         sums = torch.cat((sums[:trailer], num_values.double().view(1), sums[trailer + 1 :]))
     if reduction.group is not None and is_transformed(sums):
-        raise RuntimeError(TRANSFORMED)
+        raise RuntimeError(TRANSFORM_ERROR)
     if reduction.group is None or is_compiling() or not torch.is_grad_enabled():
         return reduction.sign_and_all_reduce(sums, pass_name)
     result = _SumOverRanks.apply(sums[:-SIGNATURE_ELEMENTS], reduction, pass_name)  # type: ignore[no-untyped-call]
@@ -315,16 +317,16 @@ def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tenso
         check_eps(options.eps, training=True)
         return wrap(apply_to_output(normalize(make_dense(tensors, options), options, ONE_RANK)[0]))
     mean, var = tensors.running_mean, tensors.running_var
-    return wrap(apply_to_output(_by_torch(tensors, options, mean, var, training=mean is None)))
+    return wrap(apply_to_output(_torch_batch_norm(tensors, options, mean, var, training=mean is None)))
 
 
-def train_alone(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+def train_single_rank(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Return y by F.batch_norm, and the statistics of this rank's batch, packed as in statistics.py. The arguments have
     been checked, and there is no mask."""
     x = tensors.input
     # With a momentum of 1, F.batch_norm replaces these running statistics by those of the batch.
     mean, var = (x.new_zeros(x.shape[options.channel_dim], dtype=compute_dtype(x.dtype)) for _ in range(2))
-    y = _by_torch(tensors, options, mean, var, training=True)
+    y = _torch_batch_norm(tensors, options, mean, var, training=True)
     if supports_float64(x.device):  # `to_sums` in float32 would lose the variance beside a large mean.
         mean, var = mean.to(torch.float64), var.to(torch.float64)
     n = mean.new_full((1,), x.numel() // max(1, len(mean)))
@@ -332,7 +334,9 @@ def train_alone(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     return y, pack(mean, var, (var + options.eps).rsqrt(), n)
 
 
-def _by_torch(tensors: Tensors, options: Options, mean: Tensor | None, var: Tensor | None, training: bool) -> Tensor:
+def _torch_batch_norm(
+    tensors: Tensors, options: Options, mean: Tensor | None, var: Tensor | None, training: bool
+) -> Tensor:
     """Return y by these running statistics or, in training, by those of the batch."""
     x, eps, weight, bias = tensors.input, options.eps, tensors.weight, tensors.bias
     per_channel = mean, var, weight, bias

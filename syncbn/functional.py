@@ -12,7 +12,7 @@ from syncbn.fallback import (
     evaluate,
     fallback_back_end,
     gradients,
-    prepared,
+    prepare,
     raise_on_all_ranks,
     sum_over_ranks,
 )
@@ -227,7 +227,7 @@ def sync_batch_stats(
     (tensor([ 2., 20.]), tensor([  1., 100.]), tensor(2))
     """
     options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
-    tensors, options, reduction, _ = prepared(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
+    tensors, options, reduction, _ = prepare(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
     with recorded("syncbn.forward"), reduction.recording_errors():
         tensors = make_dense(apply_mask(tensors, channel_dim)[0], options)
         x = tensors.input

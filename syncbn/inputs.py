@@ -21,22 +21,22 @@ from torch.fx.proxy import TraceError
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.overrides import handle_torch_function, has_torch_function
 
-from syncbn.arguments import CHECKS_OF_DIMS, SUPPORTED_DTYPES, Options, Tensors, check_mask, check_saved
+from syncbn.arguments import SUPPORTED_DTYPES, TORCH_DIM_CHECKS, Options, Tensors, check_mask, check_saved
 from syncbn.kernels.interface import Layout
 from syncbn.torch_internals import PLAIN_OR_NONE, has_forward_hooks, is_compiling, require_storage
 
-Wrap: TypeAlias = Callable[[Tensor], Tensor]
+OutputWrapper: TypeAlias = Callable[[Tensor], Tensor]
 
 LEAF_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for it"
 REVERT = "call syncbn.revert_syncbn_model(model) first"
 
 
-def unchanged(output: Tensor) -> Tensor:
+def identity(output: Tensor) -> Tensor:
     """The output itself."""
     return output
 
 
-def unwrap_and_mask(tensors: Tensors, options: Options) -> tuple[Tensors, Options, Wrap]:
+def unwrap_and_mask(tensors: Tensors, options: Options) -> tuple[Tensors, Options, OutputWrapper]:
     """As `unwrap`, with the mask applied. **Raises** TypeError where tensors of other classes are left, and whatever
     bad arguments may raise; the general road explains it."""
     tensors, options, wrap = unwrap(tensors, options)
@@ -50,7 +50,7 @@ def unwrap_and_mask(tensors: Tensors, options: Options) -> tuple[Tensors, Option
     return tensors, options, lambda output: wrap(apply_to_output(output))
 
 
-def can_be_unwrapped(tensor: Tensor | None) -> TypeGuard[Tensor]:
+def has_plain_storage(tensor: Tensor | None) -> TypeGuard[Tensor]:
     """Whether this is a tensor of a subclass that changes no operator: its values are in memory, as a Tensor's are."""
     if type(tensor) in PLAIN_OR_NONE or not isinstance(tensor, Tensor) or isinstance(tensor, UninitializedTensorMixin):
         return False
@@ -63,17 +63,17 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor)
 
 
-def unwrap(tensors: Tensors, options: Options) -> tuple[Tensors, Options, Wrap]:
+def unwrap(tensors: Tensors, options: Options) -> tuple[Tensors, Options, OutputWrapper]:
     """Return the arguments with plain tensors in place of subclasses that have memory, and a function that hands the
     output to the classes of the tensors which nn.BatchNorm would see."""
     if is_compiling() or PLAIN_OR_NONE.issuperset(map(type, tensors)):  # Dynamo cannot trace x.as_subclass(Tensor)
-        return tensors, options, unchanged
+        return tensors, options, identity
     x, check = tensors.input, options.check_input_dim
-    if check not in CHECKS_OF_DIMS and can_be_unwrapped(x):
+    if check not in TORCH_DIM_CHECKS and has_plain_storage(x):
         options = replace(options, check_input_dim=lambda layer, _: check(layer, x))  # it may look at more than dims
     inputs = x, tensors.running_mean, tensors.running_var, tensors.weight, tensors.bias, tensors.z
     unwrapped = Tensors._make(
-        plain(each) if type(each) not in PLAIN_OR_NONE and can_be_unwrapped(each) else each for each in tensors
+        plain(each) if type(each) not in PLAIN_OR_NONE and has_plain_storage(each) else each for each in tensors
     )
     return unwrapped, options, lambda output: batch_norm(*inputs, output=output)
 
@@ -86,17 +86,17 @@ def batch_norm(*inputs: Tensor | None, output: Tensor) -> Tensor:
     return output
 
 
-def apply_mask(tensors: Tensors, channel_dim: int) -> tuple[Tensors, Wrap]:
+def apply_mask(tensors: Tensors, channel_dim: int) -> tuple[Tensors, OutputWrapper]:
     """The tensors with x = 0 where the mask is False, and `num_values` in place of the mask; and a function that sets
     the output to 0 there. Both set the gradients there to 0. **Raises** as `check_mask`."""
     if tensors.mask is None:
-        return tensors, unchanged
-    mask = expanded_mask(tensors.mask, tensors.input, channel_dim)
+        return tensors, identity
+    mask = expand_mask(tensors.mask, tensors.input, channel_dim)
     masked = tensors._replace(input=torch.where(mask, tensors.input, 0), mask=None, num_values=mask.sum())
     return masked, lambda output: torch.where(mask, output, 0)
 
 
-def expanded_mask(mask: Tensor, x: Tensor, channel_dim: int) -> Tensor:
+def expand_mask(mask: Tensor, x: Tensor, channel_dim: int) -> Tensor:
     """The mask as a view of the shape of x with one channel. **Raises** as `check_mask`."""
     check_mask(mask, x, channel_dim)
     if mask.ndim == 1:
@@ -117,7 +117,7 @@ def make_dense(tensors: Tensors, options: Options) -> Tensors:
     return tensors._replace(input=layout.dense(x), z=z)
 
 
-def leaf(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def create_leaf(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The Proxy of a node `call_module`, which stands for this call of `layer` in the graph.
 
     **Raises** TraceError where the call runs more than syncbn's own forward: what is around it is traced, as

@@ -25,7 +25,7 @@ MAX_KEYS = 4096  # of a cache, which is emptied then
 MAX_ENTRIES_PER_KEY = 8  # kinds of tensors of one shape that may take turns: of two dtypes, with frozen weights
 _is_present = partial(is_not, None)
 _IS_NESTED, _NONE = repeat("is_nested"), repeat(None)
-_facts = attrgetter("shape", "dtype", "device")  # of a tensor
+_metadata = attrgetter("shape", "dtype", "device")  # of a tensor
 
 
 class Cache(Generic[Value]):
@@ -72,9 +72,9 @@ def _select_forward(tensors: tuple[Any, ...], options: Options) -> tuple[Forward
         return None
     x, z, *per_channel = tensors = Tensors._make(tensors)
     check(tensors, options, None)
-    options.normalized(tensors)
+    options.with_float_numbers(tensors)
     mean, var, counter = tensors.running_mean, tensors.running_var, tensors.counter
-    if not _are_contiguous(per_channel) or (counter is not None and _facts(counter) != ((), torch.int64, x.device)):
+    if not _are_contiguous(per_channel) or (counter is not None and _metadata(counter) != ((), torch.int64, x.device)):
         return None
     config = forward_config(tensors, options)._replace(  # these kernels update the buffers
         mean_dtype=None if mean is None else mean.dtype, var_dtype=None if var is None else var.dtype,
@@ -92,9 +92,9 @@ def _select_backward(tensors: tuple[Any, ...], forward: ForwardConfig, needed: N
     if not (PLAIN_OR_NONE.issuperset(map(type, tensors)) and _are_readable(tensors)):
         return None
     channels = forward.layout.sizes[1]
-    if any(tensor is not None and _facts(tensor) != _facts(dy) for tensor in (x, y)):
+    if any(tensor is not None and _metadata(tensor) != _metadata(dy) for tensor in (x, y)):
         return None
-    if _facts(statistics) != ((num_statistics(channels, forward.masks_by_x),), torch.float64, dy.device):
+    if _metadata(statistics) != ((num_statistics(channels, forward.masks_by_x),), torch.float64, dy.device):
         return None
     if weight is not None and (weight.shape, weight.device) != ((channels,), dy.device):
         return None

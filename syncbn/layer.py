@@ -12,8 +12,8 @@ from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import inputs
-from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, to_float, validated_eps
-from syncbn.fallback import evaluate, prepared, raise_on_all_ranks
+from syncbn.arguments import TORCH_DIM_CHECKS, DimCheck, Options, Tensors, to_float, validated_eps
+from syncbn.fallback import evaluate, prepare, raise_on_all_ranks
 from syncbn.ranks import groups
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
 from syncbn.ranks.reduction import make_groups
@@ -23,7 +23,7 @@ from syncbn.step import train
 from syncbn.texts import quote_path
 from syncbn.torch_internals import PLAIN_CLASSES, current_backward, is_compiling
 
-NOT_KNOWN = 0  # in place of the number of ranks: a step in eager mode has not noted it
+UNKNOWN_NUM_RANKS = 0  # in place of the number of ranks: a step in eager mode has not noted it
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -71,7 +71,7 @@ class SyncBatchNorm(_BatchNorm):
     _process_group: GroupSpec = None
     _options: tuple[tuple[object, ...], Options | None] = (), None  # of the last call, behind what they were made from
     # Takes the place of `train` inside a block of accumulate_running_stats.
-    _train_and_pool: Callable[[Tensors, Options, Any], tuple[Tensor, Tensor]] | None = None
+    _train_override: Callable[[Tensors, Options, Any], tuple[Tensor, Tensor]] | None = None
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class SyncBatchNorm(_BatchNorm):
         self._process_group = groups.to_spec(process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = "_synchronised_ranks", "_call_site", "_options", "_train_and_pool"  # a copy starts without these
+        left_out = "_synchronised_ranks", "_call_site", "_options", "_train_override"  # a copy starts without these
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def reset_parameters(self) -> None:
@@ -149,7 +149,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         if type(input) not in PLAIN_CLASSES and isinstance(input, Proxy):
             options = {name: tensor for name, tensor in (("z", z), ("mask", mask)) if tensor is not None}
-            return inputs.leaf(self, input.tracer, (input,), options)
+            return inputs.create_leaf(self, input.tracer, (input,), options)
         running_mean, running_var, counter = self.running_mean, self.running_var, None
         if self.training:
             counter = self.num_batches_tracked
@@ -158,7 +158,7 @@ class SyncBatchNorm(_BatchNorm):
         tensors = Tensors(input, z, self.weight, self.bias, running_mean, running_var, counter, mask)
         try:
             if self.training:
-                train_layer = train if self._train_and_pool is None else self._train_and_pool
+                train_layer = train if self._train_override is None else self._train_override
                 return train_layer(tensors, self._current_options(), self)[0]
             return evaluate(tensors, self._current_options(), self)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -167,15 +167,15 @@ class SyncBatchNorm(_BatchNorm):
 
     def _current_options(self) -> Options:
         """The options of this layer, made anew if one has changed."""
-        check: CheckOfDims = type(self)._check_input_dim
-        if "_check_input_dim" in self.__dict__ or check not in CHECKS_OF_DIMS:
-            check = _check_by_layer
+        check: DimCheck = type(self)._check_input_dim
+        if "_check_input_dim" in self.__dict__ or check not in TORCH_DIM_CHECKS:
+            check = _check_with_user_method
         channel_dim = -1 if self.channel_last else 1
-        of_options = self.momentum, self.eps, channel_dim, self.fuse_relu, self.num_features, check, self._process_group
-        values = *of_options, self.track_running_stats
+        arguments = self.momentum, self.eps, channel_dim, self.fuse_relu, self.num_features, check, self._process_group
+        values = *arguments, self.track_running_stats
         old_values, options = self._options
         if options is None or False in map(is_, values, old_values):
-            options = Options(*of_options)
+            options = Options(*arguments)
             if not is_compiling():  # where an attribute that changes would compile a graph again
                 object.__setattr__(self, "_options", (values, options))  # a layer's __setattr__ may refuse
                 object.__setattr__(self, "_call_site", None)  # whose signature has the settings
@@ -217,7 +217,7 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """SyncBatchNorm for (N, C, D, H, W), or (N, D, H, W, C) with channel_last; it is an nn.BatchNorm3d too."""
 
 
-def _check_by_layer(layer: Any, input: Tensor) -> None:
+def _check_with_user_method(layer: Any, input: Tensor) -> None:
     """Calls the check of dims that a user has written."""
     layer._check_input_dim(input)
 
@@ -271,15 +271,15 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
         if isinstance(layer, SyncBatchNorm) and layer.track_running_stats and layer.running_mean is not None:
             if nn.parameter.is_lazy(layer.running_mean):
                 raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward before")
-            if layer._train_and_pool is not None:
+            if layer._train_override is not None:
                 raise RuntimeError("accumulate_running_stats cannot run inside another accumulate_running_stats")
             pools[layer] = _Pool()
     if not pools:
         raise ValueError("no synchronised layer with running statistics: call syncbn.convert_syncbn_model(model)")
     with contextlib.ExitStack() as undo:
         for layer, pool in pools.items():
-            vars(layer)["_train_and_pool"] = pool.train
-            undo.callback(vars(layer).pop, "_train_and_pool")
+            vars(layer)["_train_override"] = pool.train
+            undo.callback(vars(layer).pop, "_train_override")
             if layer.num_batches_tracked is not None:  # which the forward of a subclass may count up itself
                 undo.callback(layer.num_batches_tracked.copy_, layer.num_batches_tracked.clone())
         yield
@@ -307,7 +307,7 @@ class _Pool:
                 "its forward passes F.batch_norm other running statistics than the layer's running_mean and running_var"
             )
             error = ValueError(f"{what}, which cannot be pooled; let it pass these")
-            tensors, options, reduction, _ = prepared(tensors, options, layer)
+            tensors, options, reduction, _ = prepare(tensors, options, layer)
             raise_on_all_ranks(error, tensors, options, reduction, "forward")
         y, statistics = train(tensors.without_running_stats(), options, layer)
         if current_backward() == -1:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from syncbn import fallback
 from syncbn.arguments import Options, Tensors, require_two_values
-from syncbn.inputs import Wrap, make_dense, unwrap_and_mask
+from syncbn.inputs import OutputWrapper, make_dense, unwrap_and_mask
 from syncbn.kernel_cache import backward_cache, forward_cache
 from syncbn.kernels.interface import ForwardKernels
 from syncbn.ranks.reduction import Reduction, reduction_of
@@ -31,20 +31,20 @@ from syncbn.ranks.sites import Caller
 from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, keeps_graph, recorded
 
 
-def train(tensors: Tensors, options: Options, caller: Caller, in_range: bool = False) -> tuple[Tensor, Tensor]:
+def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range: bool = False) -> tuple[Tensor, Tensor]:
     """Return y, and the statistics of all ranks, packed as in statistics.py. `caller` is a layer or a `FunctionCaller`.
 
     The running statistics are updated, and the counter counts. `in_range`: the range of a profiler is open. **Raises**
     an error in the arguments of any rank on every rank, see `raise_on_all_ranks`.
     """
-    if not (in_range or is_eager()):
+    if not (in_profiler_range or is_eager()):
         if not is_eager(tensors.input):
             return fallback.train(tensors, options, caller)
         with recorded("syncbn.forward"):
-            return train(tensors, options, caller, in_range=True)
+            return train(tensors, options, caller, in_profiler_range=True)
     if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
         tensors = tensors.without_running_stats()
-    wrap: Wrap | None = None
+    wrap: OutputWrapper | None = None
     try:
         if tensors.mask is not None or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
             tensors, options, wrap = unwrap_and_mask(tensors, options)
@@ -59,8 +59,8 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_range: bool = F
 
     x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
     reduction = reduction_of(options.process_group, caller, x.dtype)
-    is_complete = reduction.group is None and num_values is None  # nothing is added to the sums of this rank
-    kernels = kernels.for_single_rank if is_complete else kernels
+    is_single_rank = reduction.group is None and num_values is None  # nothing is added to the sums of this rank
+    kernels = kernels.for_single_rank if is_single_rank else kernels
     outer, num_channels, inner = kernels.config.layout.sizes
     try:
         status_words = reduction.status_words("forward", x.device) if x.is_cuda else None
@@ -71,7 +71,7 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_range: bool = F
         fallback.raise_on_all_ranks(error, tensors, options, reduction, "forward")
     total = reduction.all_reduce(sums, "forward", status_words)
     if outer * inner < 2 or num_values is not None:  # else this rank alone has two values
-        require_two_values(outer * inner if is_complete else total[2 * num_channels], x)
+        require_two_values(outer * inner if is_single_rank else total[2 * num_channels], x)
     momentum: Any = options.momentum  # not a tensor: a tensor has no kernels
     buffers = running_mean, running_var, counter
     y, statistics, is_finite = kernels.forward_outputs((x, weight, bias, z), total, buffers, momentum, status_words)
@@ -119,7 +119,7 @@ class _Step(torch.autograd.Function):
 
             status_words = reduction.status_words("backward", x.device) if x.is_cuda else None
             signature = reduction.signatures["backward", x.dtype]
-            sums, *of_parameters = kernels.backward_sums(dy, saved, signature, reduction.forward_total)
+            sums, *parameter_grads = kernels.backward_sums(dy, saved, signature, reduction.forward_total)
         except Exception as error:
             reduction.record_error(error)
             raise
@@ -127,7 +127,7 @@ class _Step(torch.autograd.Function):
         if reduction.forward_total is not None and not keeps_graph():
             reduction.forward_total = None
         grad_x, grad_residual = kernels.backward_outputs(dy, saved, total, status_words)
-        return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None
+        return grad_x, *parameter_grads, dy if needs_residual and y is None else grad_residual, None
 
 
 _apply = direct_apply(_Step)

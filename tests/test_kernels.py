@@ -187,7 +187,7 @@ def force(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> list[object]:
     monkeypatch.setattr(fallback, "fallback_back_end", refuse if on_fast_path else choose)
     # One rank would be F.batch_norm.
     monkeypatch.setattr(
-        fallback, "train_alone", lambda *given: fallback.normalize(make_dense(*given), given[1], ONE_RANK)
+        fallback, "train_single_rank", lambda *given: fallback.normalize(make_dense(*given), given[1], ONE_RANK)
     )
     forget_kernels(monkeypatch)
     return kinds
