@@ -613,7 +613,7 @@ def test_a_call_after_another(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
             assert took_fast_path(check_step(changed(**others))) == (outcome == FAST)
             check_step(changed())
             for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache) if outcome == FAST else ():
-                monkeypatch.setattr(cache, "find", None)  # only cached kernels are left
+                monkeypatch.setattr(cache, "select", None)  # only cached kernels are left
     else:
         train(changed())  # without gradients, too
         for _ in range(2):  # cached kernels would let it pass the second time
@@ -639,7 +639,7 @@ def test_a_residual_that_is_the_input_and_a_bias_that_is_the_weight(
     layer.bias, plain.bias = layer.weight, plain.weight
     for call in range(3):
         for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache) if call == 2 else ():
-            monkeypatch.setattr(cache, "find", None)
+            monkeypatch.setattr(cache, "select", None)
         x = torch.randn(4, 3, 2)
         y, expected = layer(own_x := x.clone(), own_x), plain(x) + x
         assert took_fast_path(y)
