@@ -28,7 +28,7 @@ from syncbn import inputs
 from syncbn.arguments import PER_CHANNEL, Options, Tensors, check
 from syncbn.fallback import plain_batch_norm
 from syncbn.layer import NOT_KNOWN, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
-from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, torch_group
+from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, to_torch
 from syncbn.ranks.reduction import make_groups
 from syncbn.ranks.sites import layer_in_forward
 from syncbn.step import train
@@ -162,7 +162,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
             new_class = new_class.cls_to_become
         # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
         is_torchs = new_class is nn.SyncBatchNorm
-        changes.append((layer, new_class, {"process_group": torch_group(layer._process_group)} if is_torchs else {}))
+        changes.append((layer, new_class, {"process_group": to_torch(layer._process_group)} if is_torchs else {}))
         for option, lost in LOST_OPTIONS.items():
             if vars(layer).get(option):
                 noted.setdefault(lost, []).append(name)

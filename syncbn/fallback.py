@@ -29,7 +29,7 @@ from syncbn.kernels.interface import (
     Saved,
 )
 from syncbn.kernels.select import fast_path_back_end, reason_unavailable
-from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, reduction_now
+from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, select_reduction
 from syncbn.ranks.report import WITH_GRAPH
 from syncbn.ranks.sites import Caller
 from syncbn.statistics import compute_dtype, pack, supports_float64, update_buffers
@@ -77,7 +77,7 @@ def train(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, T
 def prepared(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensors, Options, Reduction, Wrap]:
     """The tensors unwrapped, the options checked, the ranks to synchronise, and what makes the output what the input
     was. **Raises** a fault in the arguments of this rank on every rank."""
-    reduction = reduction_now(options.process_group, caller, tensors.input)
+    reduction = select_reduction(options.process_group, caller, tensors.input)
     try:
         tensors, options, wrap = unwrap(tensors, options)
         options = checked(tensors, options, caller)

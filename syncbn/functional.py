@@ -22,7 +22,7 @@ from syncbn.kernels.interface import TRAILER_ELEMENTS, ForwardConfig, Layout
 from syncbn.kernels.reference import minus_mean
 from syncbn.kernels.select import why_forced
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
-from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, reduction_now
+from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, select_reduction
 from syncbn.ranks.sites import FunctionCaller
 from syncbn.statistics import compute_dtype, pack
 from syncbn.step import train
@@ -157,7 +157,7 @@ def batch_norm_backward(
     """
     reduction: Reduction = ONE_RANK
     if training:
-        reduction = reduction_now(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
+        reduction = select_reduction(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
     try:
         needs_input, needs_weight, needs_bias = output_mask
         check_input(input, channel_dim)

@@ -26,7 +26,7 @@ from syncbn.arguments import Options, Tensors, require_two_values
 from syncbn.inputs import Wrap, make_dense, unwrap_and_mask
 from syncbn.kernel_cache import backward_cache, forward_cache
 from syncbn.kernels.interface import ForwardKernels
-from syncbn.ranks.reduction import Reduction, reduction_of
+from syncbn.ranks.reduction import Reduction, eager_reduction
 from syncbn.ranks.sites import Caller
 from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, keeps_graph, recorded
 
@@ -58,7 +58,7 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_range: bool = F
         return y if wrap is None else wrap(y), statistics
 
     x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
-    reduction = reduction_of(options.process_group, caller, x.dtype)
+    reduction = eager_reduction(options.process_group, caller, x.dtype)
     is_complete = reduction.group is None and num_values is None  # nothing is added to the sums of this rank
     kernels = kernels.for_single_rank if is_complete else kernels
     outer, num_channels, inner = kernels.config.layout.sizes
