@@ -528,7 +528,8 @@ def test_ages_are_reported(reader: ThisRank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "line"), [({"left": "has left with care"}, "has left with care"), ({"process": 8}, "has not been seen")]
+    ("change", "line"),
+    [({"departure": "has left with care"}, "has left with care"), ({"process": 8}, "has not been seen")],
 )
 def test_a_position_that_changes_while_it_is_read(
     reader: ThisRank, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], line: str
