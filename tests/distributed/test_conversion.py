@@ -87,17 +87,16 @@ def test_evaluation_without_running_statistics_is_local(ranks: Ranks) -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("timm's", "inductor"), ("calls super", "aot_eager"), ("parametrized subclass", "aot_eager")]
-)
-def test_subclasses_take_one_collective_each_way_and_compile(ranks: Ranks, kind: str, backend: str) -> None:
+@pytest.mark.parametrize("kind", ["timm's", "calls super", "parametrized subclass"])
+def test_subclasses_take_one_collective_each_way_and_compile(ranks: Ranks, kind: str) -> None:
     layer = syncbn.convert_syncbn_model(make(kind))[1].to(ranks.device)
     other = copy.deepcopy(layer)
-    torch.manual_seed(ranks.rank)
-    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=ranks.device)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(ranks.rank))
+    x = x.to(ranks.device)
     with CountCollectives() as training:
         expected = step(layer, layer, x)
-    torch.testing.assert_close(step(torch.compile(other, backend=backend, fullgraph=True), other, x), expected)
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(step(compiled, other, x), expected)
     with CountCollectives() as evaluation:
         step(layer.eval(), layer, x)
     assert (training.total, evaluation.total) == (2, 0)

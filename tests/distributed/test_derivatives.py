@@ -188,12 +188,17 @@ def test_ranks_that_differentiate_in_different_ways(ranks: Ranks, name: str) -> 
 
 
 def test_hand_written_backward(ranks: Ranks) -> None:
+    """One collective in training, none in evaluation."""
     batch = Batch(ranks, given="x weight")
     x, weight = batch.tensors["x"], batch.tensors["weight"]
     mean, invstd = x.mean((0, 2, 3)), (x.var((0, 2, 3), correction=0) + 1e-5).rsqrt()
-    dy = batch.stack[0]
     _, expected = batch.results(lambda f, given, stack: torch.autograd.grad(f(*given), given, stack[0]))
-    actual, *_ = batch_norm_backward(dy[batch.samples], x[batch.samples], mean, invstd, weight)
+    arguments = batch.stack[0][batch.samples], x[batch.samples], mean, invstd, weight
+    with CountCollectives() as counted:
+        batch_norm_backward(*arguments, training=False)
+        assert counted.total == 0
+        actual, *_ = batch_norm_backward(*arguments)
+    assert counted.total == 1
     torch.testing.assert_close(actual, expected[0][batch.samples], rtol=1e-10, atol=1e-10)
 
 

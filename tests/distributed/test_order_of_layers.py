@@ -62,14 +62,6 @@ def test_a_swap_that_ends_is_found(ranks: Ranks) -> None:
         [one(x()) for one in models]
 
 
-def test_backwards_of_two_models_in_another_order(ranks: Ranks) -> None:
-    """In the first step too, as the forwards have numbered the layers."""
-    losses = [build()(x()).square().sum() for _ in range(2)]
-    numbers = r"rank 0: .* backward, call 1; number 1 of layer '1' in Sequential\nrank 1: .*; number 2 of .*"
-    with pytest.raises(RanksDifferError, match=rf"{DIFFER}.\n{numbers}\nThese layers have one name in several models"):
-        losses[ranks.rank].backward()
-
-
 def test_two_models_of_one_class_may_not_share_a_number(ranks: Ranks) -> None:
     """Rank 1 joins in by compiled graphs at first, so rank 0 alone has numbers for the three models."""
     models = first, second, third = [build() for _ in range(3)]

@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -46,6 +47,12 @@ def model(player: Player) -> Model:
     model(X).sum().backward()
     dist.barrier()
     return model
+
+
+@pytest.fixture
+def use_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Let the layers run on the stream with this number from now on; on None, which captures a CUDA graph."""
+    return lambda stream: monkeypatch.setattr(reduction, "stream_of", lambda device: stream)
 
 
 def statuses(layer: syncbn.SyncBatchNorm) -> dict[int | None, status.StreamStatus]:
@@ -124,9 +131,7 @@ def test_one_value_per_channel(ranks: Ranks, model: Model) -> None:
     ("bad", "within"),
     [(torch.nan, contextlib.nullcontext), (torch.inf, contextlib.nullcontext), (torch.nan, CountCollectives)],
 )
-def test_the_rank_of_a_nan_warns_once(
-    ranks: Ranks, model: Model, bad: float, within: Callable[[], contextlib.AbstractContextManager[object]]
-) -> None:
+def test_the_rank_of_a_nan_warns_once(ranks: Ranks, model: Model, bad: float, within: Callable[[], Any]) -> None:
     """It is no fault, and a later one is seen. Within a mode the layer takes the fallback."""
     x = torch.randn(4, 3)
     x[0, 1] = bad if ranks.rank else 0
@@ -157,37 +162,36 @@ def test_no_running_statistics_move_after_a_fault_in_the_fallback(ranks: Ranks, 
 def test_a_fault_in_a_replay(ranks: Ranks, model: Model) -> None:
     """A captured graph stores the layer and the pass, not a number. The next eager call raises."""
     layer = model.bn1 if ranks.rank else model.bn2
-    own_status = statuses(layer)[None]
-    own_status.words[FAULT] = status.captured_sequence_number(layer._call_site, "backward") * 4 + RANKS_DIFFER
+    statuses(layer)[None].words[FAULT] = (
+        status.captured_sequence_number(layer._call_site, "backward") * 4 + RANKS_DIFFER
+    )
     text = text_of(lambda: model(X), RanksDifferError)
     assert "rank 0: in bn2 backward, in a CUDA graph" in text
     assert "rank 1: in bn1 backward, in a CUDA graph" in text
     assert "The results of bn" in text
 
 
-def test_a_capture_makes_no_status(ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It borrows that of another stream, with a negative sequence_number; where there is none, nothing is recorded."""
+def test_a_capture_makes_no_status(ranks: Ranks, player: Player, use_stream: Callable[..., None]) -> None:
+    """It borrows that of another stream, with a negative number; where there is none, nothing is recorded."""
     layer = Model().bn1
-    for streams in ([None, None], [7, 7], [None, None]):
-        monkeypatch.setattr(reduction, "stream_of", lambda device, streams=streams: streams[0])
+    for stream in (None, 7, None):
+        use_stream(stream)
         layer(X).sum().backward()
     assert [*statuses(layer)] == [7, None]
     own_status = statuses(layer)[7]
-    assert [begun.sequence_number for begun in own_status.recent] == [3, 4], (
-        "what a graph captures is not expected to end"
-    )
+    assert [begun.sequence_number for begun in own_status.recent] == [3, 4]  # not what a graph captures
     assert not own_status.words[FAULT]
 
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_status_that_cannot_be_made(
-    ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch, before: int
+    ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch, use_stream: Callable[..., None], before: int
 ) -> None:
     """The others wait for this rank, and their report has its error. (Here all ranks fail, and none waits.)"""
     layer = Model().bn1
     for _ in range(before):  # so that kernels are cached
         layer(X)
-    monkeypatch.setattr(reduction, "stream_of", lambda device: 7)
+    use_stream(7)
     monkeypatch.setattr(reduction, "StreamStatus", mock.Mock(side_effect=RuntimeError("no pinned memory")))
     with pytest.raises(RuntimeError, match="no pinned memory"):
         layer(X)
@@ -246,19 +250,18 @@ def test_several_groups(ranks: Ranks, model: Model) -> None:
     assert statuses(other.bn1).keys() == {0, None}
 
 
-def test_faults_in_two_streams_at_once(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks raise the earlier, whichever they have seen first."""
+def test_faults_in_two_streams_at_once(
+    ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch, use_stream: Callable[..., None]
+) -> None:
+    """All ranks raise the earlier, whichever they have seen first, in any stream."""
     monkeypatch.setattr(status.StreamStatus, "poll", lambda own_status, is_last: None)  # the watchdog has seen none
-    streams = [5, 7]
-    for stream, layers in zip(streams, ((model.bn1, model.bn2), (model.bn2, model.bn1)), strict=True):
-        monkeypatch.setattr(reduction, "stream_of", lambda device, stream=stream: stream)
-        layers[ranks.rank](X)
-    for stream in streams[:: 1 - 2 * ranks.rank]:
-        monkeypatch.setattr(reduction, "stream_of", lambda device, stream=stream: stream)
+    for stream in (5, 7):
+        use_stream(stream)
+        model(X, f"bn{1 + (ranks.rank if stream == 5 else 1 - ranks.rank)}")
+    for stream in (5, 7, 0) if ranks.rank else (7, 5, 0):
+        use_stream(stream)
         text = text_of(lambda: model(X), RanksDifferError)
         assert "\nrank 0: in bn1 forward, call 2\nrank 1: in bn2 forward, call 2\n" in text
-    monkeypatch.setattr(reduction, "stream_of", lambda device: 0)  # which has seen no fault
-    assert text_of(lambda: model(X), RanksDifferError) == text
     dist.barrier()
 
 
