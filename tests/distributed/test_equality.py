@@ -5,11 +5,11 @@ from collections import OrderedDict
 import pytest
 import torch
 from accuracy_cases import HARD_INPUTS, errors_of_one_step
-from counting import CountCollectives
 from oracle import full_batch, relative_error
 from torch import Tensor, nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.distributed.tensor.debug import CommDebugMode
+from training import CountCollectives
 from voting import Ranks
 
 import syncbn
