@@ -4,8 +4,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from accuracy_cases import HARD_INPUTS, errors_of_one_step
-from oracle import full_batch, relative_error
+from oracle import HARD_INPUTS, errors_of_one_step, full_batch, relative_error
 from torch import Tensor, nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.distributed.tensor.debug import CommDebugMode
