@@ -107,7 +107,7 @@ RETURNED: dict[str, tuple[Callable[[Tensor], Tensor], list[str], bool]] = {
 def test_saved_tensors_may_come_back_as_others(name: str, moved: str) -> None:
     """As from hooks that keep them elsewhere, or compress them."""
     move, _, rounded = RETURNED[name]
-    x, *residual = torch.randn(2 if "y" in moved else 1, 4, 3, 5, 5)  # y is saved beside a residual alone
+    x, *residual = torch.randn(2 if "y" in moved else 1, 4, 3, 5, 5)  # y is saved only with a residual
 
     def gradients(moved: str) -> tuple[Tensor, Tensor]:
         saved = itertools.chain("xwsy", itertools.repeat("-"))  # x, weight, statistics, y; those of other layers
@@ -124,7 +124,7 @@ def test_saved_tensors_may_come_back_as_others(name: str, moved: str) -> None:
 
 
 def test_saved_for_backward() -> None:
-    """The input once, the output when relu is fused behind a residual, and vectors of C numbers."""
+    """The input once, the output if a relu is fused after a residual, and vectors of C elements."""
     x = torch.randn(8, 4, 16, 16, dtype=torch.bfloat16, requires_grad=True)
     z = torch.randn_like(x)
     small = (5 * 4 + 4) * 8  # 5C + 4 float64
