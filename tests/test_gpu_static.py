@@ -119,7 +119,7 @@ def test_more_values_than_an_int32_counts(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("number", [2, 3, 5, 7, 49, 98, 784, 12544, 2**20, 2**30 + 1])
 def test_division(number: int) -> None:
-    multiplier, shift = gpu._division(number)
+    multiplier, shift = gpu._magic_division(number)
     assert -(2**31) <= multiplier < 2**31
     for n in (0, 1, number - 1, number, number + 1, 12345 * number - 1, 12345 * number, 2**31 - 1):
         assert n >= 2**31 or (n * (multiplier % 2**32) >> 32) >> shift == n // number

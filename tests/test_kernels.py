@@ -272,7 +272,7 @@ def test_squares_of_16_bits_lose_nothing(
 
 @pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000), (40, 5000, 1)], ids=str)
 def test_results_do_not_depend_on_the_number_of_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
-    if kernels in (reference, reference.InParts):
+    if kernels in (reference, reference.Chunked):
         pytest.skip("torch's sums depend on the number of threads")
     if truncates(kernels) and math.prod(sizes) > 100_000:
         pytest.skip("the interpreter takes long")
@@ -527,7 +527,7 @@ class Words:
     def look(self, sequence_number: int, *trailer: float, is_forward: bool) -> float:
         """n as it is then in the total."""
         total = torch.tensor([5.0, *trailer], dtype=torch.float64)
-        self.kernels.look_at_total(total, is_forward, self.status_words(sequence_number))
+        self.kernels.check_total(total, is_forward, self.status_words(sequence_number))
         assert torch.equal(total[[0, 2, 3, 4]], torch.tensor([5.0, *trailer[1:]], dtype=torch.float64))
         return total[1].item()
 
@@ -714,7 +714,7 @@ def test_the_reference_can_be_forced() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("syncbn.kernels.cpu.INTERFACE", -1, "another version"),
+        ("syncbn.kernels.cpu.INTERFACE_VERSION", -1, "another version"),
         ("syncbn.kernels.cpu.FUNCTIONS", ("no_such_function",), "does not load"),
         ("sys.platform", "darwin", "there are none for darwin"),
     ],
@@ -728,7 +728,7 @@ def test_a_library_that_does_not_fit(name: str, value: object, words: str, monke
 def test_slow_training_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of small inputs, as in tests, and not in evaluation."""
     monkeypatch.setattr(cpu, "load", lambda: "no compiler here")
-    monkeypatch.setattr(select, "why_forced", lambda: None)
+    monkeypatch.setattr(select, "reason_forced", lambda: None)
     forget_kernels(monkeypatch)
     layer, large = syncbn.SyncBatchNorm1d(1), torch.randn(250_001, 1)
     layer(large[:1000])
@@ -764,8 +764,8 @@ def test_what_keeps_triton_from_running(
     monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None], answers: list[object]
 ) -> None:
     """Each GPU is asked once; not while a graph is made, of either kind."""
-    ask = functools.partial(select._why_no_triton, torch.device("cuda", 1))
-    monkeypatch.setattr(select, "_triton_works", {})
+    ask = functools.partial(select._reason_no_triton, torch.device("cuda", 1))
+    monkeypatch.setattr(select, "_triton_reasons", {})
     monkeypatch.setattr(select, "_try_triton", tried := Mock(side_effect=errors))
     monkeypatch.setattr(select, "is_capturing", is_capturing := Mock(side_effect=[True, False, False]))
     assert ask(compiling=True) is ask(compiling=False) is None
@@ -795,7 +795,7 @@ def test_registers_are_limited_where_triton_can(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(torch.version, "hip", version)
         of_both = Layout(1, False, (4, 3, 64)), torch.float32, torch.device("cpu")
         forward, backward = gpu.Forward(ForwardConfig(*of_both)), gpu.Backward(BackwardConfig(*of_both))
-        for launch in (forward.parts_of_sums, forward.normalize, backward.parts_of_sums, backward.input_gradient):
+        for launch in (forward.partial_sums, forward.normalize, backward.partial_sums, backward.input_gradient):
             assert ("maxnreg" in launch.options) == (version is None)
 
 
@@ -811,14 +811,14 @@ class LargestTensor(TorchDispatchMode):
 
 def test_parts_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference itself makes float64 copies of the whole tensor."""
-    monkeypatch.setattr(reference, "PART_VALUES", 2**12)
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 2**12)
     for x in (
         torch.randn(40, 8, 16, 16),  # parts of several samples
         torch.randn(1, 8, 160, 128),  # parts of a sample
         torch.randn(20480, 8),  # parts of rows
         torch.randn(1, 8, 160, 128).contiguous(memory_format=torch.channels_last),
     ):
-        for kernels, share in ((reference.InParts, 1), (reference, 2)):  # 1: the outputs
+        for kernels, share in ((reference.Chunked, 1), (reference, 2)):  # 1: the outputs
             with LargestTensor() as largest:
                 all_results(kernels, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
             assert largest.num_bytes == share * x.nbytes

@@ -32,7 +32,7 @@ from training import step
 import syncbn
 from syncbn import kernel_cache
 from syncbn import step as step_module
-from syncbn.arguments import ANY_DIMS, Options, Tensors
+from syncbn.arguments import NO_DIM_CHECK, Options, Tensors
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available
 from syncbn.ranks.reduction import OneRank
@@ -385,7 +385,7 @@ BASE: dict[str, Any] = {
     "input": X, "z": Z, "running_mean": torch.tensor([0.1, 0.2, 0.3]), "running_var": torch.tensor([1.0, 2.0, 3.0]),
     "weight": torch.tensor([1.0, -2.0, 3.0]), "bias": torch.tensor([0.5, 0.0, -0.5]), "counter": torch.tensor(2),
     "momentum": 0.25, "eps": 1.0, "channel_dim": 1, "relu": False, "num_channels": 3,
-    "check_input_dim": ANY_DIMS,
+    "check_input_dim": NO_DIM_CHECK,
 }  # fmt: skip
 
 
@@ -575,7 +575,7 @@ def test_a_call_after_another(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
             assert took_fast_path(check_step(changed(**others))) == (outcome == FAST)
             check_step(changed())
             for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache) if outcome == FAST else ():
-                monkeypatch.setattr(cache, "find", None)  # only cached kernels are left
+                monkeypatch.setattr(cache, "select", None)  # only cached kernels are left
     else:
         train(changed())  # without gradients, too
         for _ in range(2):  # cached kernels would let it pass the second time
@@ -601,7 +601,7 @@ def test_a_residual_that_is_the_input_and_a_bias_that_is_the_weight(
     layer.bias, plain.bias = layer.weight, plain.weight
     for call in range(3):
         for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache) if call == 2 else ():
-            monkeypatch.setattr(cache, "find", None)
+            monkeypatch.setattr(cache, "select", None)
         x = torch.randn(4, 3, 2)
         y, expected = layer(own_x := x.clone(), own_x), plain(x) + x
         assert took_fast_path(y)

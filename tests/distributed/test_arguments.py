@@ -363,10 +363,10 @@ def test_the_rank_of_values_that_are_not_finite_warns_once(
 def test_an_unknown_value_of_a_variable_on_one_rank(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str, known: str, call: str
 ) -> None:
-    select.why_forced.cache_clear()
+    select.reason_forced.cache_clear()
     forget_kernels(monkeypatch)
     monkeypatch.setenv(name, "fast" if ranks.rank == 0 else os.environ.get(name, ""))
     layer, x = syncbn.SyncBatchNorm1d(C), torch.randn(4, C)
     calls = {"layer": lambda: layer(x), "backward": lambda: batch_norm_backward(x, x, torch.zeros(C), torch.ones(C))}
     check_refused(ranks, calls[call], layer, f"{name} must be {known!r} or not set, got 'fast'")
-    select.why_forced.cache_clear()
+    select.reason_forced.cache_clear()

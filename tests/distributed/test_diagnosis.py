@@ -35,7 +35,7 @@ from syncbn.kernels import cpu, operators
 from syncbn.kernels.interface import TRAILER_ELEMENTS
 from syncbn.ranks import collective, positions, reduction, report, watchdog
 from syncbn.ranks.positions import Position, ThisRank
-from syncbn.ranks.reduction import reduction_of
+from syncbn.ranks.reduction import eager_reduction
 from syncbn.ranks.report import RanksDifferError
 from syncbn.ranks.sites import GroupState, Site, smallest_signature
 from syncbn.texts import format_ranks
@@ -493,7 +493,7 @@ def test_an_error_of_the_gpu_keeps_its_text(ranks: Ranks) -> None:
     """CUDA raises it where the host waits next, here in our all_reduce: the text must not say that the ranks differ."""
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3)
     layer(x)
-    context = reduction_of(None, layer, x.dtype).new_collective("forward")
+    context = eager_reduction(None, layer, x.dtype).new_collective("forward")
     with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised, context:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     assert "older than SyncBatchNorm forward, call 2" in raised.value.__notes__[0]
@@ -610,7 +610,7 @@ def test_a_store_that_is_gone_is_called_once(
     failing = {"set", "check", "get", "multi_get"}.difference(answered)
     monkeypatch.setattr(reader, "store", mock.Mock(**dict.fromkeys(failing, calls)))
     for _ in range(4):
-        reader.left += "-"
+        reader.departure += "-"
         reader.write_position()
         assert "the process group's store does not answer" in report.report_positions(reader, None)
     assert calls.call_count == 1
@@ -620,13 +620,16 @@ def test_a_slow_answer_of_the_store_ends_one_report_alone(reader: ThisRank, monk
     """Whether it comes late, or the store's time-out ends the call."""
     monkeypatch.setattr(report, "READ_SECONDS", 0.2)
     answers, check = threading.Event(), reader.store.check
-    others, unknown = write_as_others(reader, Position(left="has left")), "the process group's store does not answer"
+    others, unknown = (
+        write_as_others(reader, Position(departure="has left")),
+        "the process group's store does not answer",
+    )
     monkeypatch.setattr(reader, "store", mock.Mock(wraps=reader.store, has_extended_api=lambda: False))
     reader.store.check.side_effect = lambda keys: answers.wait() and check(keys)
     for _ in range(2):
         assert unknown in report.report_positions(reader, None)
     answers.set()
-    reader.reader.join()
+    reader.report_thread.join()
     monkeypatch.setattr(report, "READ_SECONDS", 60.0)
     assert f"{others}: has left" in report.report_positions(reader, None)
     reader.store.check.side_effect = dist.DistStoreError("wait timeout after 3000ms")
@@ -640,7 +643,7 @@ def test_a_position_that_the_store_did_not_take_is_written_again(
 ) -> None:
     answers = mock.Mock(side_effect=[dist.DistStoreError("wait timeout after 3000ms"), None])
     monkeypatch.setattr(reader, "store", mock.Mock(set=answers))
-    reader.left = "has left"
+    reader.departure = "has left"
     for _ in range(3):
         reader.write_position()
     assert answers.call_count == 2
@@ -649,9 +652,9 @@ def test_a_position_that_the_store_did_not_take_is_written_again(
 def test_a_store_that_grows_gets_positions_that_last(reader: ThisRank) -> None:
     """As a file does, to which a job of a week would write gigabytes."""
     reader.store_appends = True
-    written, moved = reader.written, reader.written._replace(left="has left")
-    reader.left = "has left"
-    assert watchdog._look(reader, written) == moved
-    assert reader.written == written
-    watchdog._look(reader, moved)
-    assert reader.written == moved
+    written, moved = reader.written_position, reader.written_position._replace(departure="has left")
+    reader.departure = "has left"
+    assert watchdog._poll(reader, written) == moved
+    assert reader.written_position == written
+    watchdog._poll(reader, moved)
+    assert reader.written_position == moved

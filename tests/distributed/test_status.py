@@ -36,7 +36,7 @@ pytestmark = [
 @pytest.fixture
 def player(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Player]:
     yield play(monkeypatch)
-    watchdog.this_rank().watched.clear()
+    watchdog.this_rank().gpu_statuses.clear()
 
 
 @pytest.fixture
@@ -168,11 +168,11 @@ def test_a_capture_makes_no_status(ranks: Ranks, player: Player, monkeypatch: py
     """It borrows that of another stream, with a negative sequence_number; where there is none, nothing is recorded."""
     layer = Model().bn1
     for streams in ([None, None], [7, 7], [None, None]):
-        monkeypatch.setattr(reduction, "stream_of", lambda device, streams=streams: streams[0])
+        monkeypatch.setattr(reduction, "stream_handle", lambda device, streams=streams: streams[0])
         layer(X).sum().backward()
     assert [*statuses(layer)] == [7, None]
     own_status = statuses(layer)[7]
-    assert [begun.sequence_number for begun in own_status.begun] == [3, 4], (
+    assert [begun.sequence_number for begun in own_status.recent] == [3, 4], (
         "what a graph captures is not expected to end"
     )
     assert not own_status.words[FAULT]
@@ -186,7 +186,7 @@ def test_a_status_that_cannot_be_made(
     layer = Model().bn1
     for _ in range(before):  # so that kernels are cached
         layer(X)
-    monkeypatch.setattr(reduction, "stream_of", lambda device: 7)
+    monkeypatch.setattr(reduction, "stream_handle", lambda device: 7)
     monkeypatch.setattr(reduction, "StreamStatus", mock.Mock(side_effect=RuntimeError("no pinned memory")))
     with pytest.raises(RuntimeError, match="no pinned memory"):
         layer(X)
@@ -209,7 +209,7 @@ def test_a_fault_of_the_last_step(
 ) -> None:
     """No later step raises it: the watchdog logs it when the group ends."""
     with monkeypatch.context() as patched:
-        patched.setattr(watchdog, "LOOK_SECONDS", 1000.0)
+        patched.setattr(watchdog, "POLL_SECONDS", 1000.0)
         voting.world.make_anew()
         model = Model()
         if over_all:
@@ -247,28 +247,28 @@ def test_several_groups(ranks: Ranks, model: Model) -> None:
 
 def test_faults_in_two_streams_at_once(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks raise the earlier, whichever they have seen first."""
-    monkeypatch.setattr(status.StreamStatus, "look", lambda own_status, is_last: None)  # the watchdog has seen none
+    monkeypatch.setattr(status.StreamStatus, "poll", lambda own_status, is_last: None)  # the watchdog has seen none
     streams = [5, 7]
     for stream, layers in zip(streams, ((model.bn1, model.bn2), (model.bn2, model.bn1)), strict=True):
-        monkeypatch.setattr(reduction, "stream_of", lambda device, stream=stream: stream)
+        monkeypatch.setattr(reduction, "stream_handle", lambda device, stream=stream: stream)
         layers[ranks.rank](X)
     for stream in streams[:: 1 - 2 * ranks.rank]:
-        monkeypatch.setattr(reduction, "stream_of", lambda device, stream=stream: stream)
+        monkeypatch.setattr(reduction, "stream_handle", lambda device, stream=stream: stream)
         text = text_of(lambda: model(X), RanksDifferError)
         assert "\nrank 0: in bn1 forward, call 2\nrank 1: in bn2 forward, call 2\n" in text
-    monkeypatch.setattr(reduction, "stream_of", lambda device: 0)  # which has seen no fault
+    monkeypatch.setattr(reduction, "stream_handle", lambda device: 0)  # which has seen no fault
     assert text_of(lambda: model(X), RanksDifferError) == text
     dist.barrier()
 
 
 def test_a_group_that_was_destroyed(ranks: Ranks, model: Model) -> None:
     """The watchdog releases its status, whose memory stays: queued kernels may still write to it."""
-    rank, kept, before = watchdog.this_rank(), len(status._memory), len(watchdog.this_rank().watched)
+    rank, kept, before = watchdog.this_rank(), len(status._memory), len(watchdog.this_rank().gpu_statuses)
     old = weakref.ref(statuses(model.bn1)[None])
     dist.destroy_process_group(model.bn1.process_group)
     del model.bn1, model.bn2
     gc.collect()
-    wait_until(lambda: len(rank.watched) == before - 1)
+    wait_until(lambda: len(rank.gpu_statuses) == before - 1)
     wait_until(lambda: (gc.collect(), old() is None)[1])
     assert len(status._memory) == kept
 
@@ -334,13 +334,13 @@ def test_a_long_wait_on_the_gpu_is_reported(ranks: Ranks, player: Player, report
 def test_a_gpu_that_is_behind_does_not_wait(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may go on long before it: the time counts from when the all_reduce before has ended."""
     look = mock.Mock(side_effect=lambda rank, seen: seen)
-    monkeypatch.setattr(watchdog, "_look", look)  # whose thread would change the status, too
+    monkeypatch.setattr(watchdog, "_poll", look)  # whose thread would change the status, too
     wait_until(lambda: look.called)
     own_status = statuses(model.bn1)[None]
     own_status._oldest = None
     ended = own_status.words[ENDED]
     for seen, number in ((ended - 2, ended - 1), (ended - 2, ended - 1), (ended - 1, ended)):
-        for begun in own_status.begun:
+        for begun in own_status.recent:
             begun.start = -1e9
         own_status.words[ENDED] = seen
         assert own_status.unfinished().sequence_number == number
@@ -354,8 +354,8 @@ def test_the_watchdog_survives_an_error(
 ) -> None:
     """It says so once, and goes on writing positions."""
     look = mock.Mock(side_effect=[RuntimeError("the store is odd")] * 3 + [None] * 1000)
-    monkeypatch.setattr(status.StreamStatus, "look", look)
+    monkeypatch.setattr(status.StreamStatus, "poll", look)
     rank = watchdog.this_rank()
-    wait_until(lambda: look.call_count > 3 and rank.written == rank.position())
+    wait_until(lambda: look.call_count > 3 and rank.written_position == rank.position())
     text = f"syncbn: the watchdog of rank {ranks.rank} has failed once, and goes on: RuntimeError: the store is odd"
     assert caplog.text.count(text) == caplog.text.count("syncbn: ") == 1
