@@ -14,13 +14,12 @@ import pytest
 import torch
 import torch.fx
 import torch.nn.functional as F
-from counting import CountCollectives
 from subclasses_of_batchnorm import BatchNormAct2d, CallsFunctional, CallsSuper2d, Frozen, OwnMathematics, parametrized
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-from training import mine, require_equal_state, require_trains_as, step, train, whole_batches
+from training import CountCollectives, mine, require_equal_state, require_trains_as, step, train, whole_batches
 from voting import Ranks
 
 import syncbn

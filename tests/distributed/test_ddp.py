@@ -2,17 +2,21 @@
 
 import contextlib
 import copy
+import inspect
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_names import BROADCAST_BUFFERS
 from training import mine, require_trains_as, small_model, whole_batches
 from voting import Ranks
 
 import syncbn
+
+# torch 2.13 renamed the argument and warns of the old name.
+_arguments = inspect.signature(DistributedDataParallel.__init__).parameters
+BROADCAST_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _arguments else "broadcast_buffers"
 
 
 def converted(ranks: Ranks) -> nn.Module:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from counting import CountCollectives
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
+from training import CountCollectives
 from voting import Ranks
 
 from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_stats

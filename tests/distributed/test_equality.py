@@ -4,10 +4,10 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from counting import CountCollectives
 from oracle import HARD_INPUTS, errors_of_one_step, full_batch, relative_error
 from torch import Tensor, nn
 from torch.autograd.profiler_util import FunctionEvent
+from training import CountCollectives
 from voting import Ranks
 
 import syncbn

@@ -15,12 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import voting
-from counting import CountCollectives
 from jobs import wait_until
 from mixtures import MIXTURES, Model, X
 from played_gpu import IS_INTERPRETED, Player, play
 from torch import Tensor
-from training import unchanged
+from training import CountCollectives, unchanged
 from voting import Ranks, Reports
 
 import syncbn
