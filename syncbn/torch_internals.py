@@ -293,7 +293,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of the group's collectives. (A new group has torch's default of 10 or 30 minutes, whatever the
     timeout of the default group.)"""
     try:
-        options = getattr(group._get_backend(group_device(group)), "options", None)  # torch's fake backend has no options
+        options = getattr(group._get_backend(group_device(group)), "options", None)  # not in the fake backend
     except RuntimeError:  # a group that is implemented in Python has no backend
         options = None
     return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
