@@ -115,5 +115,5 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Player:
             for name in names:
                 monkeypatch.setattr(kernels, name, getattr(player, name)(getattr(kernels, name)))
         monkeypatch.setattr(select, "check_total", player.check_total)
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.05)
     return player

@@ -141,25 +141,6 @@ def test_names_of_tensors() -> None:
     assert [*map(internals.overlaps_itself, several)] == [False, True, False, False]
 
 
-@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_views_of_a_tensor(context: type[Any]) -> None:
-    """Also inside torch.func and in compiled graphs."""
-    seen: list[list[bool]] = []
-
-    def ask(weight: Tensor, buffer: Tensor) -> Tensor:
-        views = weight, weight[1:3], weight.float()[:2][1:], weight.view(1, -1), weight.chunk(2)[1]
-        others = buffer, buffer[:2], weight.clone(), weight.clone()[1:3], weight.double(), weight.repeat(1)
-        seen.append([internals.have_same_base(one, weight) for one in (*views, *others)])
-        return weight.sum()
-
-    parameter, buffer = nn.Parameter(torch.ones(4)), torch.ones(4)
-    with context():
-        for function in (ask, torch.func.grad(ask), torch.compile(ask, backend="eager", fullgraph=True)):
-            function(parameter, buffer)
-            function(buffer, parameter)
-    assert seen == [[True] * 5 + [False] * 6] * 6
-
-
 def test_names_of_modules() -> None:
     layer = nn.Linear(2, 2)
     for name, runs in (("forward_pre", True), ("forward", True), ("full_backward", False)):

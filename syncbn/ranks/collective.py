@@ -26,24 +26,24 @@ MAX_ALL_TO_ALL_ELEMENTS = 8192  # 64 kB; longer payloads take an exchange longer
 IN_CUDA_GRAPH = 0  # as `call`: a replay makes no call of Python
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 # Finite values of these dtypes whose squares are infinite in the sums; those of the others are added in float64.
-SQUARES_OVERFLOW = {torch.bfloat16: "1e19", torch.float64: "1e154"}
+OVERFLOW_THRESHOLDS = {torch.bfloat16: "1e19", torch.float64: "1e154"}
 
 
-def all_reduce(payload: Tensor, group: dist.ProcessGroup, all_to_all_size: int, by_operator: bool = False) -> Tensor:
+def all_reduce(payload: Tensor, group: dist.ProcessGroup, all_to_all_size: int, use_operator: bool = False) -> Tensor:
     """Return the total of `payload`, which may be overwritten.
 
-    `all_to_all_size`: of the group. `by_operator`: by an operator that returns its result, which a dispatch mode can
+    `all_to_all_size`: of the group. `use_operator`: by an operator that returns its result, which a dispatch mode can
     save and a compiler can trace.
     """
     if not (all_to_all_size and payload.is_cpu and payload.numel() <= MAX_ALL_TO_ALL_ELEMENTS):
-        if by_operator:
+        if use_operator:
             return all_reduce_operator(payload, group)
         work = group.allreduce([payload], ALL_REDUCE)
         if work is not None:  # else the result is there already
             work.wait()
         return payload
     sent = payload.repeat(all_to_all_size)
-    if by_operator:
+    if use_operator:
         received = all_to_all_operator(sent, group)
     else:
         received = torch.full_like(
@@ -76,7 +76,7 @@ class Collective:
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is not None and isinstance(error, RuntimeError):
-                self._explain(error)
+                self._raise_with_positions(error)
         finally:  # until then this rank is in the collective
             del self.rank.waiting[self]
 
@@ -97,7 +97,7 @@ class Collective:
             self.description(), site.layer, *numbers, *compared, words, isinstance(error, TypeError)
         )
 
-    def layer(self) -> str:
+    def layer_label(self) -> str:
         return self.site.label if self.site.is_signed else ""
 
     def ranks(self) -> list[int]:
@@ -112,14 +112,14 @@ class Collective:
         if not self.site.warned_of_nan:
             self.site.warned_of_nan = True
             what = f"NaN or infinity in the input of {self.description()} on rank {self.rank.rank}"
-            if self.dtype in SQUARES_OVERFLOW:
-                what += f", or values beyond about {SQUARES_OVERFLOW[self.dtype]}, whose squares overflow"
+            if self.dtype in OVERFLOW_THRESHOLDS:
+                what += f", or values beyond about {OVERFLOW_THRESHOLDS[self.dtype]}, whose squares overflow"
             then = "the statistics of all ranks, and so their running statistics, become NaN or infinite"
             look = "Look at this rank's batch first, then at the learning rate and the loss scale"
             by_torch = "torch.autograd.set_detect_anomaly(True) finds a backward that makes NaN."
             warn(f"syncbn: {what}; {then}. {look}; {by_torch}")
 
-    def _explain(self, error: RuntimeError) -> None:
+    def _raise_with_positions(self, error: RuntimeError) -> None:
         """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or comes from the GPU."""
         if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
             what = f"the GPU's error is older than {self.description()}, where the host has learnt of it"

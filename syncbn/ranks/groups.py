@@ -23,7 +23,7 @@ from syncbn.torch_internals import constant_in_graphs, existing_groups, group_de
 
 # Default group -> {int: this rank's group, or None for the default group itself}. A re-made default group starts with
 # nothing made, and the old entry goes with the old group.
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup | None]] = WeakKeyDictionary()
+_groups_by_size: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup | None]] = WeakKeyDictionary()
 
 
 class GlobalRanks:
@@ -44,12 +44,12 @@ class GlobalRanks:
 
     def group(self) -> dist.ProcessGroup | None:
         """The handle; after unpickling, or when its group was destroyed, the oldest group of exactly these ranks."""
-        _look_up_again(self)
+        _refresh_handle(self)
         return self.handle
 
 
 @constant_in_graphs
-def _look_up_again(spec: GlobalRanks) -> None:
+def _refresh_handle(spec: GlobalRanks) -> None:
     candidates = existing_groups()
     if spec.handle not in candidates:
         spec.handle = next((group for group in candidates if tuple(ranks_in(group)) == spec.ranks), None)
@@ -99,7 +99,7 @@ def includes_this_rank(spec: GroupSpec) -> bool:
     return bool(spec.ranks) if isinstance(spec, GlobalRanks) else True
 
 
-def existing(spec: GroupSpec) -> dist.ProcessGroup | None:
+def lookup(spec: GroupSpec) -> dist.ProcessGroup | None:
     """The group that `spec` means; None when it is not made yet or there is no process group. Communicates nothing.
 
     **Raises** RuntimeError where a layer's own group does not exist, as when it was destroyed, ValueError where this
@@ -109,7 +109,7 @@ def existing(spec: GroupSpec) -> dist.ProcessGroup | None:
         return dist.group.WORLD
     if isinstance(spec, int):
         default_group = dist.group.WORLD
-        made = {} if default_group is None else _made.get(default_group, {})
+        made = {} if default_group is None else _groups_by_size.get(default_group, {})
         group_of_int = made.get(spec)
         if group_of_int is None:
             return default_group if spec in made else None
@@ -156,13 +156,13 @@ def all_to_all_size(group: dist.ProcessGroup) -> int:
     return group.size() if is_gloo and group.size() <= MAX_ALL_TO_ALL_RANKS else 0
 
 
-def torch_group(spec: GroupSpec) -> dist.ProcessGroup | int | None:
+def to_torch(spec: GroupSpec) -> dist.ProcessGroup | int | None:
     """The group for an nn.SyncBatchNorm, which holds one. **Raises** RuntimeError where the group does not exist."""
     if spec is None or dist.group.WORLD is None:
         return None
     if not includes_this_rank(spec):
         return dist.GroupMember.NON_GROUP_MEMBER
-    group = existing(spec)
+    group = lookup(spec)
     if group is None:
         remedy = f"call syncbn.create_syncbn_process_group({spec!r}) on all ranks first"
         raise RuntimeError(f"the groups of process_group={spec!r} have not been made; {remedy}")
@@ -188,11 +188,11 @@ def make(size: int, default_group: dist.ProcessGroup) -> None:
     group = None
     if size < world_size:
         group = dist.new_subgroups(size, timeout=group_timeout(default_group))[0]
-    _made.setdefault(default_group, {})[size] = group
+    _groups_by_size.setdefault(default_group, {})[size] = group
 
 
 @functools.cache
-def warn_if_meant_for_several_ranks() -> None:
+def warn_of_missing_group() -> None:
     """Warn, in the first call without a process group, if there are other ranks."""
     world_size = os.environ.get("WORLD_SIZE") or "1"
     if world_size != "1":

@@ -51,13 +51,13 @@ class Position(NamedTuple):
     pass_name: str = ""  # of the collective: forward, backward, WITH_GRAPH, or a derivative of these
     description: str = ""  # layer4.1.bn3 forward, call 17
     error: str = ""  # that a layer has raised since, on this rank
-    left: str = ""  # HAS_LEFT, and why
+    departure: str = ""  # HAS_LEFT, and why
     process: int = 0
     host: str = ""
     time: float = 0.0  # when it was written, by the host's clock
     # What the rank that reads the position adds to it.
     process_state: str = ""  # its process has ended or is stopped
-    called: str = ""  # how it has called the layer in which the reader waits, where ranks differ in this
+    layer_call: str = ""  # how it has called the layer in which the reader waits, where ranks differ in this
 
 
 class Wait(Protocol):
@@ -68,16 +68,16 @@ class Wait(Protocol):
     next_warning_seconds: float  # of waiting
 
     def position(self) -> Position: ...
-    def layer(self) -> str: ...
+    def layer_label(self) -> str: ...
     def ranks(self) -> list[int]: ...
     def seconds(self) -> float: ...
 
 
-class Watched(Protocol):
+class GpuStatus(Protocol):
     """What the watchdog looks at on a GPU: see status.py."""
 
     def has_ended(self) -> bool: ...
-    def look(self, is_last: bool = False) -> None: ...
+    def poll(self, is_last: bool = False) -> None: ...
     def unfinished(self) -> Wait | None: ...
 
 
@@ -85,8 +85,8 @@ class ThisRank:
     """This rank of a default process group, its position, and the store to which it writes that."""
 
     last: Wait | None = None  # the last collective that this rank has begun
-    written: Position | None = None  # without the time
-    reader: threading.Thread | None = None  # of the last report; it waits for a store that is slow
+    written_position: Position | None = None  # without the time
+    report_thread: threading.Thread | None = None  # of the last report; it waits for a store that is slow
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self.num_ranks, self.process = dist.get_rank(), world.size(), os.getpid()
@@ -94,10 +94,10 @@ class ThisRank:
         self.store_answers, self.store_appends = True, _appends(self.store)
         self.prefix = f"syncbn/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self.waiting: dict[Wait, None] = {}  # the collectives that have not ended on the host, of all threads
-        self.watched: set[Watched] = set()
+        self.gpu_statuses: set[GpuStatus] = set()
         self.writing = threading.RLock()  # the program and the threads write positions
         self.error: tuple[str, Wait | None] = "", None  # that a layer has raised, and `last` at that time
-        self.left = ""
+        self.departure = ""
         self.ended = threading.Event()
         self.failed = False  # by a collective that is not syncbn's, whose error ends this program
         self.write_position()
@@ -110,7 +110,7 @@ class ThisRank:
         error, before = self.error
         position = Position() if last is None else last.position()
         return position._replace(
-            error=error if before is last else "", left=self.left, process=self.process, host=this_host()
+            error=error if before is last else "", departure=self.departure, process=self.process, host=this_host()
         )
 
     def record_error(self, error: BaseException) -> None:
@@ -119,14 +119,14 @@ class ThisRank:
 
     def is_reading(self) -> bool:
         """Whether a report waits for the store: a further call would wait, too."""
-        return self.reader is not None and self.reader.is_alive()
+        return self.report_thread is not None and self.report_thread.is_alive()
 
     def write_position(self) -> None:
         """Write the position if it has changed."""
         with self.writing:
             position = self.position()
-            if position != self.written and self.write("position", position._replace(time=time.time())):
-                self.written = position
+            if position != self.written_position and self.write("position", position._replace(time=time.time())):
+                self.written_position = position
 
     def write(self, key: str, value: object) -> bool:
         """Write a value that JSON can hold, and return whether the store has it."""
@@ -138,7 +138,7 @@ class ThisRank:
 
     def erase(self, key: str) -> None:
         """Remove what this rank has written under the key."""
-        self._poll(lambda: self.store.delete_key(self._key(self.rank, key)), 0.0)
+        self._poll_store(lambda: self.store.delete_key(self._key(self.rank, key)), 0.0)
 
     def read(self, ranks: Sequence[int], key: str) -> list[Any]:
         """What these ranks have written under the key; None for nothing."""
@@ -162,15 +162,15 @@ class ThisRank:
             values[:] = self.read(ranks, key)
             return self.store.add(readers, 1) > 0
 
-        all_answered = self._poll(lambda: self.store.check(written), seconds)
-        self._poll(read, 0.0)
+        all_answered = self._poll_store(lambda: self.store.check(written), seconds)
+        self._poll_store(read, 0.0)
         num_answers = len(ranks) - values.count(None)
-        if self.rank == ranks[0] and self._poll(lambda: self.store.add(readers, 0) >= num_answers, seconds):
+        if self.rank == ranks[0] and self._poll_store(lambda: self.store.add(readers, 0) >= num_answers, seconds):
             unused = [*written, readers] if all_answered else [readers]
-            self._poll(lambda: all(map(self.store.delete_key, unused)), 0.0)
+            self._poll_store(lambda: all(map(self.store.delete_key, unused)), 0.0)
         return values
 
-    def _poll(self, ask: Callable[[], bool], seconds: float) -> bool:
+    def _poll_store(self, ask: Callable[[], bool], seconds: float) -> bool:
         """Ask the store until the answer is True, for these seconds, at least once. False: it never was."""
         deadline, pause = time.monotonic() + seconds, 0.001
         while self.store_answers:

@@ -113,7 +113,7 @@ class EagerReduction(Reduction):
     group: dist.ProcessGroup
     reads_trailer = True
     # Of the pass, on a GPU: the collective that is about to begin, whose number kernels have, and what these note.
-    collective: Collective | None = None
+    pending_collective: Collective | None = None
     status: StreamStatus
 
     def __init__(self, group: dist.ProcessGroup, site: Site, dtype: torch.dtype | None) -> None:
@@ -131,32 +131,35 @@ class EagerReduction(Reduction):
         self.status = status
         if stream is None:
             return status.status_words(captured_sequence_number(site, pass_name))
-        collective, state = self.collective, site.group_state
+        collective, state = self.pending_collective, site.group_state
         if collective is None:  # else an error has ended the pass before its all_reduce, where others wait
-            collective = self.collective = self.new_collective(pass_name)
+            collective = self.pending_collective = self.new_collective(pass_name)
             collective.sequence_number = state.num_collectives = state.num_collectives + 1
         return status.status_words(collective.sequence_number)
 
     def all_reduce(
         self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None, error: Exception | None = None,
-        by_operator: bool = False,
+        use_operator: bool = False,
     ) -> Tensor:  # fmt: skip
-        """The total, see `Reduction`; `by_operator` by one that a dispatch mode can save."""
-        collective, fault = self.collective or Collective(self.site, self.call_number, pass_name, self.dtype), None
-        self.collective = None
+        """The total, see `Reduction`; `use_operator` by one that a dispatch mode can save."""
+        collective, fault = (
+            self.pending_collective or Collective(self.site, self.call_number, pass_name, self.dtype),
+            None,
+        )
+        self.pending_collective = None
         if self.call_number == 1 and pass_name == "forward":
             self.site.write_call((len(payload) - TRAILER_ELEMENTS) // 2)
         with collective:
             if status_words is not None and status_words.sequence_number > 0:
-                self.status.begun.append(collective)
-            total = all_reduce(payload, self.group, self.site.all_to_all_size, by_operator)
+                self.status.recent.append(collective)
+            total = all_reduce(payload, self.group, self.site.all_to_all_size, use_operator)
             if (
                 status_words is None and total.is_cpu and type(total) is Tensor
             ):  # else the host cannot read it: a FakeTensor
                 n, num_signed, signatures, squares = total[-TRAILER_ELEMENTS:].tolist()
                 ranks_differ = num_signed * squares != signatures * signatures
                 if ranks_differ or n != n:
-                    fault = _explained(collective, total, ranks_differ, error)
+                    fault = _diagnose(collective, total, ranks_differ, error)
         if pass_name == "forward":
             self.forward_total = total
         if fault is None:
@@ -176,15 +179,15 @@ class EagerReduction(Reduction):
         if s != UNSIGNED and pass_name != "forward" and type(self.forward_total) is Tensor:
             signature = reference.signature_of_call(s, self.forward_total)
         payload = torch.cat((sums[:-SIGNATURE_ELEMENTS], is_signed, signature, signature.square()))
-        by_operator = current_dispatch_mode() is not None
+        use_operator = current_dispatch_mode() is not None
         try:
-            total = self.all_reduce(payload, pass_name, status_words, error, by_operator)
+            total = self.all_reduce(payload, pass_name, status_words, error, use_operator)
         except Exception:
             del error  # as in `all_reduce`
             raise
         if status_words is not None:
             if error is not None:
-                self.status.write_call(status_words.sequence_number, error)
+                self.status.write_report(status_words.sequence_number, error)
             is_forward = pass_name == "forward"
             needs_two_values = is_forward and self.site.needs_two_values
             select.check_total(total, needs_two_values, status_words, sums if is_forward else None)
@@ -218,7 +221,7 @@ class EagerReduction(Reduction):
         return Collective(self.site, self.call_number, pass_name, self.dtype)
 
 
-def _explained(collective: Collective, total: Tensor, ranks_differ: bool, error: Exception | None) -> Exception | None:
+def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: Exception | None) -> Exception | None:
     """Return what this rank raises if the trailer of a total shows a fault; `error` is its bad argument, or None.
 
     Returns None if the layer only had different numbers: all ranks now use a number that none has used.
@@ -249,27 +252,27 @@ class GraphReduction(Reduction):
         self.group = group
 
     def all_reduce(self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
-        return all_reduce(payload, self.group, all_to_all_size(self.group), by_operator=True)
+        return all_reduce(payload, self.group, all_to_all_size(self.group), use_operator=True)
 
 
-def reduction_now(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Reduction:
+def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Reduction:
     """The ranks that a call synchronises. **Raises** RuntimeError in torch.jit.trace, which cannot record them, before
     anything is sent: often one rank alone records."""
     if is_compiling():
-        return reduction_in_graph(spec)
+        return graph_reduction(spec)
     if is_jit_tracing():
         raise RuntimeError(
             "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm of all "
             "ranks: call syncbn.revert_syncbn_model(model) first, or model.eval()"
         )
-    return reduction_of(spec, caller, getattr(input, "dtype", None))
+    return eager_reduction(spec, caller, getattr(input, "dtype", None))
 
 
-def reduction_of(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) -> Reduction:
+def eager_reduction(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) -> Reduction:
     """The reduction over the ranks that a call synchronises in eager mode; counts the call. See `resolve`."""
-    group = dist.group.WORLD if spec is None else groups.existing(spec)
+    group = dist.group.WORLD if spec is None else groups.lookup(spec)
     if group is None and spec is None:
-        groups.warn_if_meant_for_several_ranks()
+        groups.warn_of_missing_group()
         return ONE_RANK
     site = caller._call_site
     # The site of the last call is used again if it still fits.
@@ -282,13 +285,13 @@ def reduction_of(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) -> 
     return EagerReduction(group, site, dtype)
 
 
-def reduction_in_graph(spec: GroupSpec) -> Reduction:
+def graph_reduction(spec: GroupSpec) -> Reduction:
     """**Raises** RuntimeError where new groups would have to be made, and in an export over several ranks."""
     # Dynamo guards WORLD, so it compiles again for another default group; it folds is_initialized() without a guard. In
     # graphs of torch 2.11 WORLD itself is never None.
     if spec == groups.THIS_RANK_ALONE or dist.group.WORLD is None or not dist.is_initialized():
         return ONE_RANK
-    group = groups.existing(spec)
+    group = groups.lookup(spec)
     if group is None:
         what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
         remedy = "construct or convert the layers after torch.distributed.init_process_group()"
@@ -315,14 +318,14 @@ def record_ranks(caller: Caller, reduction: Reduction) -> None:
 def resolve(spec: GroupSpec) -> dist.ProcessGroup | None:
     """The group to synchronise over now; None for a group of one rank, and when there is no process group.
 
-    The first call with an int above 1 makes the groups. **Raises** as `groups.existing`.
+    The first call with an int above 1 makes the groups. **Raises** as `groups.lookup`.
     """
     if spec == groups.THIS_RANK_ALONE:
         return None
     make_groups(spec)
-    group = groups.existing(spec)
+    group = groups.lookup(spec)
     if not dist.is_initialized():
-        groups.warn_if_meant_for_several_ranks()
+        groups.warn_of_missing_group()
     return None if group is None or group.size() == 1 else group
 
 
@@ -339,7 +342,7 @@ def _make_groups(spec: int) -> None:
     **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
     """
     default_group = dist.group.WORLD
-    if default_group is not None and groups.existing(spec) is None:
+    if default_group is not None and groups.lookup(spec) is None:
         caller = FunctionCaller(f"the making of groups for process_group={spec!r}", is_signed=False)
         with Collective(call_site(caller, default_group), 1, "making"):
             groups.make(spec, default_group)
@@ -360,4 +363,4 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     if dist.group.WORLD is None:
         raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
     _make_groups(group_size)
-    return groups.existing(group_size)
+    return groups.lookup(group_size)

@@ -31,52 +31,52 @@ WITH_GRAPH = "backward with create_graph or torch.func"  # the pass of the first
 DIFFERENT_LAYERS = "syncbn: the ranks are in different layers or calls.\n"
 DIFFERENT_LENGTHS = "syncbn: the ranks have sent the sums of different numbers of channels.\n"
 BAD_ARGUMENT = "syncbn: another rank has a bad argument.\n"
-OTHER_LAYERS = (
+REMEDY_LAYERS = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
     "mode; before a call on one rank alone, as for a profile, call model.eval(). A layer in a branch that only some "
     "ranks take must be called on the others too, for their backward as well: loss = loss + layer(x[:0]).sum(). Layers "
     "of some ranks alone, as of a pipeline's stage or of a DistributedDataParallel with a process_group, need that "
     "group: convert_syncbn_model(model, process_group)."
 )
-OTHER_MODELS = (
+REMEDY_MODELS = (
     "These layers have one name in several models of one class, numbered by their first training calls: call the "
     "models in the same order on every rank."
 )
-OTHER_PASSES = (
+REMEDY_PASSES = (
     "A rank has left out a layer or a backward, or has called a layer fewer times: for each missing call, loss = loss "
     "+ layer(x[:0]).sum(); or it had fewer batches: give all ranks as many, or let it go on with empty batches, "
     "images[:0]; or the rank that is ahead called the model once more, as to validate or profile it without "
     "model.eval(); or it called ddp.module where the others call ddp."
 )
-OTHER_GRAPHS = "Pass create_graph=True on every rank or on none, and differentiate by torch.func on all or on none."
-OTHER_SETTINGS = (
+REMEDY_GRAPHS = "Pass create_graph=True on every rank or on none, and differentiate by torch.func on all or on none."
+REMEDY_SETTINGS = (
     "Give the layer the same settings on every rank, and let schedules change them on all ranks in the same step."
 )
-OTHER_DTYPES = "Use autocast on every rank or on none, and give model and inputs the same dtype on all."
-OTHER_BACKWARDS = (
+REMEDY_DTYPES = "Use autocast on every rank or on none, and give model and inputs the same dtype on all."
+REMEDY_BACKWARDS = (
     "The layer is called several times, and the ranks run the backwards of these calls in different orders: let every "
     "rank call backward(), or torch.autograd.grad, for the same call first."
 )
 FALSE_ALARM = "If this is a false alarm, set SYNCBN_CHECKS=0 on every rank: the ranks then compare nothing."
-ENDED = (
+REMEDY_ENDED = (
     "Read what the ended process wrote last. If it wrote nothing, memory may have run out: see dmesg. If it wrote "
     "gloo::EnforceNotMet, the ranks sent different sizes: one of them has other channels, has not converted its model, "
     "evaluates, or left out a layer."
 )
-LATE = (
+REMEDY_LATE = (
     "A rank that has not arrived is late, as while it loads data or saves a checkpoint; or it has come to the end of "
     "its batches: give all ranks as many, or let it go on with empty batches, images[:0]; or it is in evaluation mode: "
     "call model.train() on every rank, and evaluate on some ranks by ddp.module(x), as a forward of "
     "DistributedDataParallel itself may send buffers to all ranks; or it runs a compiled model, needs "
     "convert_syncbn_model(model), or is on a host that is cut off.\n"
 )
-OUTSIDE = (
+REMEDY_OUTSIDE = (
     "The ranks may wait in different collectives of the program or of DistributedDataParallel: give all ranks as many "
     "batches, or let a rank go on with empty batches, images[:0]. py-spy, or nccl's flight recorder, shows where a "
     "rank waits."
 )
-OTHER_CALLS = "Build the same model everywhere, and give the layer the same process_group on every rank."
-ONE_CALL = (
+REMEDY_CALLS = "Build the same model everywhere, and give the layer the same process_group on every rank."
+REMEDY_ONE_CALL = (
     "All ranks are in this call. One of them has other channels, or cannot be reached; or another thread, such as that "
     "of dcp.async_save, uses this process group, too: pass it one of its own, process_group=dist.new_group()."
 )
@@ -174,29 +174,29 @@ def _difference(calls: Sequence[CallReport], can_renumber: bool) -> tuple[str, s
         each = (
             "in {description}; number {instance_number} of {layer}" if all_have("description") else "in {description}"
         )
-        remedy = OTHER_LAYERS if all_have("pass_name") else OTHER_PASSES
+        remedy = REMEDY_LAYERS if all_have("pass_name") else REMEDY_PASSES
         if all_have("layer") and all_have("pass_name"):
-            remedy = OTHER_MODELS
+            remedy = REMEDY_MODELS
         if {"backward", WITH_GRAPH} <= {call.pass_name for call in calls}:
-            remedy = OTHER_GRAPHS
+            remedy = REMEDY_GRAPHS
         return DIFFERENT_LAYERS, each, remedy
     if any(call.error for call in calls):  # which may be the only difference
         return None
     if not all_have("settings"):
         names = [name for name in calls[0].settings if len({call.settings.get(name) for call in calls}) > 1]
         each = "in {description}, with " + ", ".join(f"{name}={{settings[{name}]}}" for name in names)
-        return "syncbn: the ranks have different settings of a layer.\n", each, OTHER_SETTINGS
+        return "syncbn: the ranks have different settings of a layer.\n", each, REMEDY_SETTINGS
     if not all_have("dtype"):
         title = "syncbn: the ranks have inputs of different dtypes.\n"
-        return title, "in {description}, with an input of {dtype}", OTHER_DTYPES
+        return title, "in {description}, with an input of {dtype}", REMEDY_DTYPES
     if all_have("instance_number"):
-        return "syncbn: the ranks differentiate different calls of a layer.\n", "in {description}", OTHER_BACKWARDS
+        return "syncbn: the ranks differentiate different calls of a layer.\n", "in {description}", REMEDY_BACKWARDS
     return None
 
 
-def is_consequence(left: str) -> bool:
+def is_consequence(departure: str) -> bool:
     """Whether the error that a rank has left with follows from another rank's end or absence."""
-    return "syncbn: a collective failed" in left or FAILED_COLLECTIVE.search(left) is not None
+    return "syncbn: a collective failed" in departure or FAILED_COLLECTIVE.search(departure) is not None
 
 
 def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False, at_exit: bool = False) -> str:
@@ -207,15 +207,15 @@ def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False
     """
     reports = list[str]()
     arguments = rank, wait, has_failed, reports
-    if rank.reader is not None:  # of another report, or of a slow store, which may answer meanwhile
-        rank.reader.join(READ_SECONDS)
+    if rank.report_thread is not None:  # of another report, or of a slow store, which may answer meanwhile
+        rank.report_thread.join(READ_SECONDS)
     if rank.store_answers and not rank.is_reading():
         if at_exit:
             _read_report(*arguments)
         else:  # in a thread, as the store's host may be stopped
-            rank.reader = threading.Thread(target=_read_report, args=arguments, daemon=True)
-            rank.reader.start()
-            rank.reader.join(READ_SECONDS)
+            rank.report_thread = threading.Thread(target=_read_report, args=arguments, daemon=True)
+            rank.report_thread.start()
+            rank.report_thread.join(READ_SECONDS)
     return reports[0] if reports else _without_store(rank, wait)
 
 
@@ -226,7 +226,9 @@ def _read_report(rank: ThisRank, wait: Wait | None, has_failed: bool, reports: l
         ranks, deadline = _ranks(rank, wait), time.monotonic() + SETTLE_SECONDS
         positions = _read(rank, wait, ranks)
         while (
-            has_failed and not any(one.left or one.process_state for one in positions) and time.monotonic() < deadline
+            has_failed
+            and not any(one.departure or one.process_state for one in positions)
+            and time.monotonic() < deadline
         ):
             time.sleep(0.02)
             positions = _read(rank, wait, ranks)
@@ -255,16 +257,16 @@ def _read(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list[Position]
     on_this_host = [one for one in read_positions() if one.host == this_host()]
     states = {(one.host, one.process): process_state(one.process) for one in on_this_host}
     called = [None] * len(ranks)
-    if wait is not None and wait.layer():
-        called = rank.read(ranks, f"called/{wait.position().group}/{wait.layer()}")
+    if wait is not None and wait.layer_label():
+        called = rank.read(ranks, f"called/{wait.position().group}/{wait.layer_label()}")
     they_differ = len({*called} - {None}) > 1
     positions = []
     for one, position, how in zip(ranks, read_positions(), called, strict=True):
         if one == rank.rank:  # it may have gone on since, and may be about to leave
-            position = rank.position(wait)._replace(left="", time=time.time() - (wait.seconds() if wait else 0))
-        state = "" if position.left or one == rank.rank else states.get((position.host, position.process), "")
-        called_so = f"has called {wait.layer()} {how}" if wait and they_differ and how else ""
-        positions.append(position._replace(process_state=state, called=called_so))
+            position = rank.position(wait)._replace(departure="", time=time.time() - (wait.seconds() if wait else 0))
+        state = "" if position.departure or one == rank.rank else states.get((position.host, position.process), "")
+        called_so = f"has called {wait.layer_label()} {how}" if wait and they_differ and how else ""
+        positions.append(position._replace(process_state=state, layer_call=called_so))
     return positions
 
 
@@ -274,12 +276,14 @@ def _describe(position: Position, rank: ThisRank, wait: Wait | None) -> str:
     place = ""
     if position.description:
         number = here.sequence_number + (wait is None)
-        is_there = position.group == here.group and position.sequence_number >= number and position.left != HAS_LEFT
+        is_there = (
+            position.group == here.group and position.sequence_number >= number and position.departure != HAS_LEFT
+        )
         elsewhere = " on another process group" * (here.group not in ("", position.group))
         last_seen = "last seen " * bool(position.process_state)
         place = f"{last_seen}{'in' if is_there else 'after'} {position.description}{elsewhere}"
-    error = position.error * (len(position.left) <= len(HAS_LEFT))  # else the rank has left with an error
-    words = place, position.called, error, position.left, position.process_state
+    error = position.error * (len(position.departure) <= len(HAS_LEFT))  # else the rank has left with an error
+    words = place, position.layer_call, error, position.departure, position.process_state
     return "; ".join(filter(None, words)) or "has not been seen"
 
 
@@ -294,19 +298,19 @@ def _append_ages(lines: list[str], positions: list[Position]) -> list[str]:
 
 def _remedy(positions: list[Position], wait: Wait | None) -> str:
     """What to do where ranks are in these positions; nothing, where the ranks' words say it."""
-    left = [one.left for one in positions if not is_consequence(one.left)]
+    left = [one.departure for one in positions if not is_consequence(one.departure)]
     has_own_error = any(len(why) > len(HAS_LEFT) for why in left) or any(one.error for one in positions)
     passes = {one.pass_name for one in positions}
     rows = (
         (has_own_error, ""),
-        (any(one.called for one in positions), OTHER_CALLS),
-        (any(one.process_state.endswith(HAS_ENDED) for one in positions), ENDED),
-        ({"backward", WITH_GRAPH} <= passes, OTHER_GRAPHS),
-        (HAS_LEFT in left, OTHER_PASSES),
+        (any(one.layer_call for one in positions), REMEDY_CALLS),
+        (any(one.process_state.endswith(HAS_ENDED) for one in positions), REMEDY_ENDED),
+        ({"backward", WITH_GRAPH} <= passes, REMEDY_GRAPHS),
+        (HAS_LEFT in left, REMEDY_PASSES),
         (any(one.process_state for one in positions), ""),
-        ({"forward", "backward"} <= passes, OTHER_PASSES),
-        (wait is None, OUTSIDE),
-        (len({(one.group, one.sequence_number, one.description) for one in positions}) == 1, ONE_CALL),
-        (True, LATE + OTHER_LAYERS),
+        ({"forward", "backward"} <= passes, REMEDY_PASSES),
+        (wait is None, REMEDY_OUTSIDE),
+        (len({(one.group, one.sequence_number, one.description) for one in positions}) == 1, REMEDY_ONE_CALL),
+        (True, REMEDY_LATE + REMEDY_LAYERS),
     )
     return next(remedy for holds, remedy in rows if holds)

@@ -89,7 +89,7 @@ def smallest_signature(num_ranks: int) -> int:
 
 
 @constant_in_graphs
-def _signs() -> bool:
+def _is_signing() -> bool:
     """Whether the layers of this rank sign what they send. `select.reason_forced` refuses unknown values."""
     return os.environ.get("SYNCBN_CHECKS") != "0"
 
@@ -104,7 +104,7 @@ class Signatures(dict[tuple[str, torch.dtype | None], int]):
     def __missing__(self, key: tuple[str, torch.dtype | None]) -> int:
         pass_name, dtype = key
         s = self.smallest + _hash(f"{self.identity} {self.settings} {pass_name} {dtype}") % self.smallest
-        self[key] = signature = s if self.identity and _signs() else UNSIGNED
+        self[key] = signature = s if self.identity and _is_signing() else UNSIGNED
         return signature
 
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from syncbn.ranks import positions, report
 from syncbn.ranks.positions import HAS_LEFT, Position, ThisRank, Wait
 
-LOOK_SECONDS = 1.0  # between two looks of the thread
-LEAVE_SECONDS = 1.0  # for which a rank that leaves waits for its own threads
-WARNING_RANKS = 4  # of a group warn, as all would say the same
+POLL_SECONDS = 1.0  # between two looks of the thread
+EXIT_SECONDS = 1.0  # for which a rank that leaves waits for its own threads
+MAX_WARNING_RANKS = 4  # of a group warn, as all would say the same
 
 log = logging.getLogger("syncbn")
 
@@ -46,7 +46,7 @@ def this_rank() -> ThisRank:
         if world not in _ranks:
             rank = _ranks[world] = ThisRank(world)
             thread = threading.Thread(target=_watch, args=[rank, ref(world)], name="syncbn.watchdog", daemon=True)
-            finalize(world, _leave, rank, thread)
+            finalize(world, _on_group_end, rank, thread)
             thread.start()
         return _ranks[world]
 
@@ -63,17 +63,17 @@ if hasattr(os, "register_at_fork"):
 
 def _watch(rank: ThisRank, world: ref[dist.ProcessGroup]) -> None:
     """The thread. Between its looks it holds nothing that would keep the group alive."""
-    seen, has_complained = None, False
+    seen, has_warned = None, False
     # Each look holds Python's lock, which the program needs to launch kernels on a GPU.
-    while not rank.ended.wait(LOOK_SECONDS) and dist.group.WORLD is world():
+    while not rank.ended.wait(POLL_SECONDS) and dist.group.WORLD is world():
         try:
-            seen = _look(rank, seen)
+            seen = _poll(rank, seen)
         except Exception as error:
-            if not has_complained:
-                has_complained = True
+            if not has_warned:
+                has_warned = True
                 text = "syncbn: the watchdog of rank %d has failed once, and goes on: %s: %s"
                 log.warning(text, rank.rank, type(error).__name__, error)
-    _look_at_last_step(rank)
+    _final_poll(rank)
     rank.ended.wait()  # the program may still hold a destroyed group
     if rank.failed:
         where = report.report_positions(rank, None, has_failed=True, at_exit=True)
@@ -82,28 +82,28 @@ def _watch(rank: ThisRank, world: ref[dist.ProcessGroup]) -> None:
     rank.store_answers, rank.store = False, dist.HashStore()
 
 
-def _look(rank: ThisRank, seen: Position | None) -> Position:
+def _poll(rank: ThisRank, seen: Position | None) -> Position:
     """One look of the thread, which returns the position of this rank; `seen` is that of the previous look."""
-    for watched in [*rank.watched]:
+    for watched in [*rank.gpu_statuses]:
         is_last = watched.has_ended()
         if is_last:
-            rank.watched.discard(watched)
-        watched.look(is_last)
+            rank.gpu_statuses.discard(watched)
+        watched.poll(is_last)
     position = rank.position()
     # A store that grows with each write gets a position only if the position was the same one look ago.
     if not (rank.is_reading() or rank.ended.is_set() or (rank.store_appends and position != seen)):
         rank.write_position()
-    on_gpu = [begun for watched in [*rank.watched] if (begun := watched.unfinished()) is not None]
+    on_gpu = [begun for watched in [*rank.gpu_statuses] if (begun := watched.unfinished()) is not None]
     for wait in [*rank.waiting] or sorted(on_gpu, key=lambda begun: begun.start)[:1]:
         _warn_if_long(rank, wait)
     return position
 
 
-def _look_at_last_step(rank: ThisRank) -> None:
+def _final_poll(rank: ThisRank) -> None:
     """Look at the GPUs once more, as the group ends: no later step of the program would raise a fault of the last."""
-    while rank.watched:
+    while rank.gpu_statuses:
         with contextlib.suppress(Exception):
-            rank.watched.pop().look(is_last=True)
+            rank.gpu_statuses.pop().poll(is_last=True)
 
 
 def _warn_if_long(rank: ThisRank, wait: Wait) -> None:
@@ -111,24 +111,26 @@ def _warn_if_long(rank: ThisRank, wait: Wait) -> None:
     if seconds < wait.next_warning_seconds:
         return
     wait.next_warning_seconds *= 2
-    if wait.ranks().index(rank.rank) < WARNING_RANKS:
+    if wait.ranks().index(rank.rank) < MAX_WARNING_RANKS:
         where = report.report_positions(rank, wait)
         on_gpu = "" if wait in rank.waiting else f", in {wait.position().description} on the GPU; the host may be ahead"
         log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, on_gpu, where)
 
 
-def _leave(rank: ThisRank, watchdog: threading.Thread) -> None:
+def _on_group_end(rank: ThisRank, watchdog: threading.Thread) -> None:
     """The default process group, or this program, ends, perhaps because of an exception."""
     if rank.process != os.getpid():  # a forked process, which has no thread
         return
     rank.failed = positions.failed_collective() is not None
-    rank.left = HAS_LEFT + positions.exit_reason()
-    if rank.reader is not None and rank.reader is not threading.current_thread():  # it may be in a call of a dead store
-        rank.reader.join(LEAVE_SECONDS)
-    if not rank.is_reading() and rank.writing.acquire(timeout=LEAVE_SECONDS):
+    rank.departure = HAS_LEFT + positions.exit_reason()
+    if (
+        rank.report_thread is not None and rank.report_thread is not threading.current_thread()
+    ):  # it may be in a call of a dead store
+        rank.report_thread.join(EXIT_SECONDS)
+    if not rank.is_reading() and rank.writing.acquire(timeout=EXIT_SECONDS):
         rank.write_position()
         rank.writing.release()
     rank.ended.set()  # the watchdog then releases the store
-    if rank.failed or rank.watched:
+    if rank.failed or rank.gpu_statuses:
         with contextlib.suppress(RuntimeError):  # this thread itself may let the group go
             watchdog.join(report.READ_SECONDS)

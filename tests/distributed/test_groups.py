@@ -48,9 +48,9 @@ def test_each_kind_of_specification(ranks: Ranks) -> None:
     for spec in (None, dist.group.WORLD, ranks.size, mesh.get_group()):
         assert all_share(layer_of(spec, ranks), ranks), spec
     assert [syncbn.create_syncbn_process_group(size) for size in (ranks.size, 0)] == [dist.group.WORLD, None]
-    own = groups.existing(layer_of(1, ranks).process_group)
+    own = groups.lookup(layer_of(1, ranks).process_group)
     assert ranks_that_share(layer_of(1, ranks), ranks) == [ranks.rank]
-    assert groups.existing(1) is own  # made once
+    assert groups.lookup(1) is own  # made once
     if ranks.size == 4:
         pair = [0, 1] if ranks.rank < 2 else [2, 3]
         other_pair = [0, 3] if ranks.rank in (0, 3) else [1, 2]
@@ -78,7 +78,7 @@ def test_a_rank_outside_its_group_builds_and_is_told_when_it_trains(ranks: Ranks
             with unchanged(layer), pytest.raises(ValueError, match=r"not in .* set layer.process_group on each rank"):
                 layer(batch(ranks))
     given = syncbn.convert_syncbn_model(nn.SyncBatchNorm(2), others)
-    expected = dist.GroupMember.NON_GROUP_MEMBER if ranks.rank else groups.existing(built._process_group)
+    expected = dist.GroupMember.NON_GROUP_MEMBER if ranks.rank else groups.lookup(built._process_group)
     assert syncbn.revert_syncbn_model(given).process_group is expected
 
 
@@ -141,17 +141,14 @@ def test_a_layer_whose_own_group_was_destroyed_does_not_train_alone(ranks: Ranks
     layer, x = layer_of(mesh.get_group(), ranks), batch(ranks)
     layer(x)
     voting.world.leave() if all_groups else dist.destroy_process_group(mesh.get_group())
-    try:
-        with pytest.raises(RuntimeError, match="was destroyed, or no such group exists here; make it again"):
-            layer(x)
-        assert layer.num_batches_tracked == 1
-        layer.eval()(x)
-        assert "process_group=" in repr(layer)
-        layer.process_group = None
-        assert all_groups or all_share(layer, ranks)
-    finally:
-        if all_groups:
-            voting.world.enter()
+    with unchanged(layer), pytest.raises(RuntimeError, match="was destroyed, or no such group exists here; make it"):
+        layer(x)
+    layer.eval()(x)
+    assert "process_group=" in repr(layer)
+    if all_groups:
+        voting.world.enter()
+    layer.process_group = None
+    assert all_share(layer, ranks)
 
 
 def test_a_group_of_an_int_that_was_destroyed(ranks: Ranks) -> None:
@@ -187,14 +184,14 @@ def test_specification_before_init_process_group(ranks: Ranks) -> None:
     alone.append(layer_of(1, ranks))
     everyone += [layer_of(ranks.size, ranks), layer_of(ranks.size, ranks)]
     voting.world.enter()
-    assert groups.existing(1) is None
+    assert groups.lookup(1) is None
     assert syncbn.summary(everyone[-1])[0].group_size == ranks.size
     for layer in alone:
         assert ranks_that_share(layer, ranks) == [ranks.rank]
-    assert groups.existing(1) is None
+    assert groups.lookup(1) is None
     for layer in everyone:
         assert all_share(layer, ranks)
-        assert groups.existing(layer._process_group) is dist.group.WORLD
+        assert groups.lookup(layer._process_group) is dist.group.WORLD
 
 
 @pytest.mark.parametrize("size", [1, 2])
