@@ -119,7 +119,7 @@ def fallback_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others
 
     Tensor subclasses, exported programs, vmap and forward mode (for which operators have no rules) get torch
     operations. All other calls get the operators if there are kernels. This includes compiled graphs, because the code
-    that Inductor generates from torch operations takes 2 to 12 times as long on CPUs (docs/tried.md).
+    that Inductor generates from torch operations takes 2 to 12 times as long on CPUs.
 
     Operators have no gradient, so they must run inside an autograd Function. `apply_function` skips the Function when
     no tensor requires grad, but inside torch.func Dynamo does not know whether one does. A graph therefore gets torch

@@ -188,17 +188,19 @@ def _compare(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessGr
 
 
 def _irreplaceable_layers(model: nn.Module) -> set[nn.Module]:
-    """The layers that nn.BatchNorm cannot replace. The set grows while the model runs, by the layers that are called
-    with a mask or a residual."""
+    """Return the layers that are not reverted to nn.BatchNorm: those that were built as syncbn layers, and those with
+    options that nn.BatchNorm does not have. Layers are added when the model calls them with a mask or a residual."""
     layers = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
-    irreplaceable: set[nn.Module] = {layer for layer in layers if layer.fuse_relu or layer.channel_last}
+    irreplaceable: set[nn.Module] = {
+        layer for layer in layers if layer.fuse_relu or layer.channel_last or "_original_class" not in vars(layer)
+    }
 
-    def note(layer: nn.Module, args: Sized, kwargs: Sized) -> None:
+    def add_called(layer: nn.Module, args: Sized, kwargs: Sized) -> None:
         if len(args) + len(kwargs) > 1:
             irreplaceable.add(layer)
 
     for layer in layers:
-        layer.register_forward_pre_hook(note, with_kwargs=True)
+        layer.register_forward_pre_hook(add_called, with_kwargs=True)
     return irreplaceable
 
 

@@ -39,6 +39,8 @@ def test_other_models_train_as_one() -> None:
     assert_matches_full_batch(trained_as_one.built_model, batch[:1], trained_as_one.mean_square)
     assert_matches_full_batch(trained_as_one.WithMore, batch[:1], trained_as_one.mean_square)
     assert_matches_full_batch(trained_as_one.frozen_model, batch, F.cross_entropy)
+    compared, _ = testing.differences(trained_as_one.built_model(), batch[:1], trained_as_one.mean_square)
+    assert all(difference.relative <= 1e-4 for difference in compared)  # pytest makes a warning about a revert an error
     images = batch[0].double()
     assert_matches_full_batch(trained_as_one.OwnLoss, (images,), torch.squeeze)
     assert torch.equal(images, batch[0].double())
