@@ -291,8 +291,7 @@ class _SyncSubclassWithForward(_SyncSubclass):
             layer_in_forward.reset(token)
         if self._synchronised_ranks != UNKNOWN_NUM_RANKS or replaced.saw_operators:
             return output
-        _, *parts = self.modules()
-        if not any(isinstance(part, SyncBatchNorm) for part in parts):  # A part may have synchronised instead.
+        if sum(isinstance(module, SyncBatchNorm) for module in self.modules()) == 1:  # No part can have synchronised.
             vars(self)["_synchronised_ranks"] = 1
             _warn_on_several_ranks(self._syncbn_original.__qualname__, NO_BATCH_NORM_CALL, self._process_group)
         return output

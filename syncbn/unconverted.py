@@ -165,9 +165,8 @@ def describe_layers(layers: list[LocalLayer]) -> str:
 
 def shorten_names(names: list[str]) -> str:
     """Return the first names, with "..." for the others."""
-    return ", ".join(
-        [quote_path(name) or "the model" for name in names[:MAX_NAMED]] + ["..."] * (len(names) > MAX_NAMED)
-    )
+    shown = [quote_path(name) or "the model" for name in names[:MAX_NAMED]]
+    return ", ".join(shown + ["..."] * (len(names) > MAX_NAMED))
 
 
 class LayerSummary(NamedTuple):
