@@ -8,8 +8,10 @@ import copy
 import gc
 import json
 import queue
+import re
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -35,7 +37,7 @@ from syncbn.ranks.positions import Position, ThisRank
 from syncbn.ranks.reduction import EagerReduction, eager_reduction
 from syncbn.ranks.report import WITH_GRAPH, RanksDifferError
 from syncbn.ranks.sites import FunctionCaller, GroupState, Site, smallest_signature
-from syncbn.texts import format_ranks
+from syncbn.texts import format_ranks, warn_once
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
 
@@ -102,8 +104,8 @@ MEETINGS: list[tuple[Callable[..., object], Callable[..., object], str]] = [
     (
         lambda model, x, y: model(x),
         lambda model, x, y: y.sum().backward(),
-        r"rank 0: in bn1 forward, call 3\nOTHERS: in bn1 backward, call 2\nA rank has left out a layer or a backward,"
-        r".* fewer times: for each missing call, loss = loss \+ layer\(x\[:0\]\).* profile it without model\.eval\(\)",
+        r"rank 0: in bn1 forward, call 3\nOTHERS: in bn1 backward, call 2\nPossible causes:\n- A rank has left "
+        r"out a layer or a backward: .*, loss = loss \+ layer\(x\[:0\]\)(.|\n)* profile it without model\.eval\(\)",
     ),
     (
         lambda model, x, y: model(x.bfloat16()),
@@ -152,6 +154,7 @@ def test_backwards_of_different_calls(
     with rounds if ranks.rank == 0 else contextlib.nullcontext(), pytest.MonkeyPatch.context() as patch:
         gradients([0, 1])
         patch.setattr(collective, "warn", lambda text: None)
+        patch.setattr(collective, "warn_once", lambda text: None)
         gradients([1, 0], lambda x: model(x + (torch.nan if ranks.rank == 0 else 0)))
     with pytest.raises(RuntimeError, match=r"different calls of a layer.\nrank 0: in .*, call \d+\n.*\nThe layer is"):
         gradients([0, 1] if ranks.rank else [1, 0])
@@ -243,7 +246,9 @@ def test_totals_that_differ_in_their_bits(
         sign_nothing()
     layer, x = layer_and_input(ranks)
     y = layer(x.requires_grad_()).square().sum()
-    said = r"different layers or calls(.|\n)*has not answered(.|\n)*set SYNCBN_CHECKS=0 on every rank: .* nothing\.$"
+    said = (
+        r"different layers or calls(.|\n)*has not answered(.|\n)*set SYNCBN_CHECKS=0 on every rank, which .* ranks\.$"
+    )
     with pytest.raises(RanksDifferError, match=said) if signed else contextlib.nullcontext():
         torch.autograd.grad(y, x, create_graph=create_graph)
 
@@ -329,6 +334,22 @@ def test_a_caught_error_does_not_keep_the_group(ranks: Ranks, fault: str) -> Non
         gc.enable()
 
 
+@on_cpu
+def test_nan_is_explained_once(ranks: Ranks) -> None:
+    """Each layer warns once, in one line. NaN of rank 0 in the first layer reaches the second on all ranks."""
+    warn_once.cache_clear()
+    model, x = Block(), torch.full((4, 3), torch.nan if ranks.rank == 0 else 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(x)
+    line = f"syncbn: NaN or infinity in the input of {{}} forward, call 1 on rank {ranks.rank}."
+    lines = [line.format(layer) for layer in ("bn1", "tail.0")[ranks.rank > 0 :]]
+    texts = [str(one.message) for one in caught]
+    assert "Check the batch of the rank that warned first" in texts.pop(1)
+    assert texts == lines
+
+
 @pytest.mark.two_ranks
 @on_cpu
 def test_models_of_one_name_with_other_channels(ranks: Ranks, reports: Reports) -> None:
@@ -340,9 +361,9 @@ def test_models_of_one_name_with_other_channels(ranks: Ranks, reports: Reports) 
             model.bn = nn.BatchNorm1d(channels)
             syncbn.convert_syncbn_model(model)
             if ranks.rank == 1:
-                reports.wait_for(rf"rank 1: after bn forward, call 1{WRITTEN}\n")
+                reports.wait_for(rf"rank 1: last seen after bn forward, call 1{WRITTEN}\n")
         model.get_submodule("bn")(torch.randn(4, channels))
-    assert "has called" not in reports.text
+    assert "channels over" not in reports.text
     dist.barrier()
 
 
@@ -399,7 +420,8 @@ def test_an_error_of_one_rank_alone_is_told_by_the_others(
                 run(layer, x, y)
         reports.wait_for(
             rf"rank 0 has waited \d+ s for others\.\nrank 0: in {description}{WRITTEN}\n"
-            rf"rank 1: after SyncBatchNorm forward, call 1; has raised \S*CompilationError: at 12:4:{WRITTEN}\n"
+            rf"rank 1: last seen after SyncBatchNorm forward, call 1; has raised "
+            rf"\S*CompilationError: at 12:4:{WRITTEN}\n"
         )
     run(layer, x, y)
     assert "Every rank must" not in reports.text
@@ -423,7 +445,7 @@ def test_an_error_of_a_saved_tensors_hook_is_told(ranks: Ranks, reports: Reports
     if ranks.rank == 1:
         with pytest.raises(MemoryError):
             y.sum().backward(retain_graph=True)
-        reports.wait_for("rank 1: after SyncBatchNorm forward, call 1; has raised MemoryError: no room")
+        reports.wait_for("rank 1: last seen after SyncBatchNorm forward, call 1; has raised MemoryError: no room")
         is_broken = False
     y.sum().backward()
     dist.barrier()
@@ -437,8 +459,8 @@ def test_a_call_on_one_rank_alone_is_advised(ranks: Ranks, reports: Reports) -> 
     layer, x = layer_and_input(ranks)
     if ranks.rank == 1:
         reports.wait_for(
-            rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has not been seen\nA rank that has not "
-            r"arrived .*\nEvery rank .* a call on one rank alone, as for a profile, "
+            rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has not been seen\nPossible causes:\n"
+            r"- A rank is late, .*\n(- .*\n)+Every rank .* a call on one rank only, for example to profile the model, "
             r"call model\.eval\(\)\. .* DistributedDataParallel .* convert_syncbn_model\(model, process_group\)"
         )
     layer(x)
@@ -475,7 +497,7 @@ def test_a_wait_beside_another_thread_is_told(ranks: Ranks, reports: Reports) ->
         layer(x)
     expected = (
         rf"rank 0 has waited \d+ s for others.\nrank 0: in SyncBatchNorm forward, call 2{WRITTEN}\n"
-        r"rank 1: \w+ SyncBatchNorm forward, call \d+ on another process group\n"
+        r"rank 1: last seen after SyncBatchNorm forward, call \d+ on another process group\n"
     )
 
     def wait() -> None:
@@ -561,7 +583,7 @@ def write_as_others(reader: ThisRank, position: Position) -> str:
 def test_positions_before_a_restart_are_not_read(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun may keep the store when it starts the ranks again."""
     others = write_as_others(reader, Position("0", 10**9, "forward", "bn forward, call 7"))
-    assert f"{others}: after bn forward, call 7\n" in report.report_positions(reader, None)
+    assert f"{others}: last seen after bn forward, call 7\n" in report.report_positions(reader, None)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr(positions, "default_store", lambda: reader.store)
     assert f"{format_ranks([*range(reader.num_ranks)])}: has not been seen\n" in report.report_positions(
@@ -573,7 +595,16 @@ def test_ages_are_reported(reader: ThisRank) -> None:
     """By the clock of the host that wrote the position, which may be behind or ahead: it decides nothing."""
     for seconds, age in ((40, "; written 40 s ago"), (-3000, ""), (10**6, "; written 1000000 s ago")):
         others = write_as_others(reader, Position("0", 7, "forward", "bn forward, call 7", time=time.time() - seconds))
-        assert f"{others}: after bn forward, call 7{age}\n" in report.report_positions(reader, None)
+        assert f"{others}: last seen after bn forward, call 7{age}\n" in report.report_positions(reader, None)
+
+
+def test_the_causes_of_an_abort_by_gloo(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process ends without a word of syncbn, for example when one rank alone validates in training mode."""
+    monkeypatch.setattr(report, "process_state", lambda process: f"its process ({process}) has ended")
+    position = Position("0", 7, "forward", "bn forward, call 7", process=7, host=positions.this_host())
+    others, text = write_as_others(reader, position), report.report_positions(reader, None)
+    assert f"{others}: last seen after bn forward, call 7; its process (7) has ended\n" in text
+    assert re.search(r"gloo::EnforceNotMet.*\n(- .*\n)+- .*once more, .* validate .* model\.eval\(\)\.\n", text), text
 
 
 def test_a_rank_may_leave_while_its_position_is_read(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -758,4 +789,4 @@ def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
     context = eager_reduction(None, layer, x.dtype).new_collective("forward")
     with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised, context:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    assert "older than SyncBatchNorm forward, call 2" in raised.value.__notes__[0]
+    assert "surfaced in SyncBatchNorm forward, call 2" in raised.value.__notes__[0]

@@ -102,7 +102,7 @@ def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:
     dist.barrier()  # else a rank may leave the group while another still connects to it
     dist.destroy_process_group(model[1].process_group)
     with pytest.raises(
-        ValueError, match=r"is a ProcessGroup that was destroyed, or not made by .*; pass one that exists"
+        ValueError, match=r"is a ProcessGroup that was destroyed, or that was not created by .*; pass an existing group"
     ):
         syncbn.convert_syncbn_model(model)
     assert [type(layer) for layer in model] == [nn.BatchNorm1d, nn.SyncBatchNorm]
@@ -142,7 +142,7 @@ def test_a_layer_whose_own_group_was_destroyed_does_not_train_alone(ranks: Ranks
     layer(x)
     voting.world.leave() if all_groups else dist.destroy_process_group(mesh.get_group())
     try:
-        with pytest.raises(RuntimeError, match="was destroyed, or no such group exists here; make it again"):
+        with pytest.raises(RuntimeError, match="was destroyed, or no such group exists here; create the group"):
             layer(x)
         assert layer.num_batches_tracked == 1
         layer.eval()(x)

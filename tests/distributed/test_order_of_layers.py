@@ -65,7 +65,7 @@ def test_backwards_of_two_models_in_another_order(ranks: Ranks) -> None:
     """In the first step too, as the forwards have numbered the layers."""
     losses = [build()(x()).square().sum() for _ in range(2)]
     numbers = r"rank 0: .* backward, call 1; number 1 of layer '1' in Sequential\nrank 1: .*; number 2 of .*"
-    with pytest.raises(RanksDifferError, match=rf"{DIFFER}.\n{numbers}\nThese layers have one name in several models"):
+    with pytest.raises(RanksDifferError, match=rf"{DIFFER}.\n{numbers}\nSeveral models of one class"):
         losses[ranks.rank].backward()
 
 
