@@ -6,7 +6,7 @@ from pathlib import Path
 import syncbn
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-ADDRESSES = PROJECT.get("urls", {})  # none before the first release, see releasing.md
+ADDRESSES = PROJECT.get("urls", {})  # none before the first release, see .github/CONTRIBUTING.md
 BLUE, LIGHT_BLUE = "#0072b2", "#56b4e9"  # on white and on black; examples/ draws syncbn in the first
 
 project = "syncbn"

@@ -1,4 +1,4 @@
-"""Running statistics over more than one batch, and over all ranks: the recipes of docs/running_statistics.md."""
+"""Running statistics over more than one batch, and over all ranks. docs/running_statistics.md describes them."""
 
 import copy
 import itertools

@@ -15,7 +15,7 @@ from benchmarks.layers import by_hand
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from accuracy_cases import HARD_INPUTS, errors_of_one_step
+from oracle import HARD_INPUTS, errors_of_one_step
 
 from syncbn.functional import sync_batch_norm
 

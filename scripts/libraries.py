@@ -238,10 +238,13 @@ def try_opacus() -> None:
 
 
 def write(rows: list[Row]) -> None:
-    """The figures of the page; its words stay."""
+    """Write the figures of the page: a line for each library, with the errors of its worst model. The words stay."""
     table = ""
-    for library, model, layers, *errors, _ in rows:
-        cells = library, version(library), model, layers, *(f"{error:.1e}" for error in errors), date.today()
+    for library in dict.fromkeys(row.library for row in rows):
+        its_rows = [row for row in rows if row.library == library]
+        models = "; ".join(f"{row.model} ({row.layers})" for row in its_rows)
+        worst = max(its_rows, key=lambda row: row.error)
+        cells = library, version(library), models, f"{worst.error:.1e}", f"{worst.rounding:.1e}", date.today()
         table += f"| {' | '.join(map(str, cells))} |\n"
     text = re.sub(r"^\d+ models", f"{len(rows)} models", PAGE.read_text(), count=1, flags=re.MULTILINE)
     text = re.sub(r"torch \d[^,]*, CPU", f"torch {torch.__version__}, CPU", text, count=1)

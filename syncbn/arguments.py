@@ -1,7 +1,7 @@
-"""Holds the arguments of a batch norm, options of a layer and tensors of a call, and checks them.
+"""Holds and checks the arguments of a batch norm: the options of a layer and the tensors of a call.
 
-A check raises a ValueError or TypeError with the values and the remedy. Nothing is changed before the checks have
-passed; a fault is raised on all ranks, see `raise_on_all_ranks`.
+A check raises a ValueError or TypeError that gives the values and the remedy. No tensor is changed before all checks
+have passed. The callers raise the error on all ranks, see `raise_on_all_ranks`.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.kernels.select import why_forced
+from syncbn.kernels.select import reason_forced
 from syncbn.ranks.groups import GroupSpec
 from syncbn.statistics import supports_float64
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, shorten
@@ -27,22 +27,25 @@ from syncbn.torch_internals import (
 )
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-PER_CHANNEL = "running_mean", "running_var", "weight", "bias"
-CheckOfDims: TypeAlias = Callable[[Any, Tensor], Any]  # (layer, input)
-ANY_DIMS: CheckOfDims = _BatchNorm._check_input_dim  # not implemented: SyncBatchNorm takes any number of dims
-# The checks that look at the number of dims alone.
-CHECKS_OF_DIMS = {ANY_DIMS, *(layer._check_input_dim for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
-NUMBERS = {float, int, NoneType}  # classes of a usual momentum
+PER_CHANNEL_NAMES = "running_mean", "running_var", "weight", "bias"
+DimCheck: TypeAlias = Callable[[Any, Tensor], Any]  # (layer, input)
+NO_DIM_CHECK: DimCheck = _BatchNorm._check_input_dim  # This raises NotImplementedError; SyncBatchNorm skips it.
+# The checks that read only the number of dims.
+TORCH_DIM_CHECKS = {
+    NO_DIM_CHECK,
+    *(layer._check_input_dim for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
+}
+PLAIN_MOMENTUM_TYPES = {float, int, NoneType}
 
-# What to do about tensors that a layer does not take.
-DTENSORS = (
+# Remedies for tensors that a layer does not accept; {0} is the name of the argument.
+DTENSOR_REMEDY = (
     "pass {0}.to_local(), and as process_group the group of the ranks that share the batch, such as mesh.get_group(); "
-    "DTensor.from_local(output, mesh, placements, shape=input.shape, stride=input.stride()) wraps the output again"
+    "DTensor.from_local(output, mesh, placements, shape=input.shape, stride=input.stride()) wraps the output"
 )
-PARAMETERS = "pass {0}.to_local(), or call the module that fully_shard has wrapped, and not a layer in it"
-NESTED_TENSORS = (
+PARAMETER_REMEDY = "pass {0}.to_local(), or call the module that fully_shard has wrapped instead of a layer in it"
+NESTED_TENSOR_REMEDY = (
     "pass {0}.values() of one with layout=torch.jagged; "
-    "torch.nested.nested_tensor_from_jagged(output, input.offsets()) wraps the output again"
+    "torch.nested.nested_tensor_from_jagged(output, input.offsets()) wraps the output"
 )
 
 
@@ -57,55 +60,56 @@ class Tensors(NamedTuple):
     running_var: Tensor | None = None
     counter: Tensor | None = None  # num_batches_tracked
     mask: Tensor | None = None
-    num_values: Tensor | None = None  # n of this rank, (), where a mask has set the other values to 0
+    num_values: Tensor | None = None  # (), the n of this rank; present once a mask has been applied
 
     def per_channel(self) -> dict[str, Tensor | None]:
-        """The tensors (C,), by their names."""
-        return {name: getattr(self, name) for name in PER_CHANNEL}
+        """Return the tensors of shape (C,) by name."""
+        return {name: getattr(self, name) for name in PER_CHANNEL_NAMES}
 
     def has_mask(self) -> bool:
-        """Whether some values do not count, before or after the mask has set them to 0."""
+        """Return whether the call has a mask, which may have been applied already."""
         return self.mask is not None or self.num_values is not None
 
     def without_running_stats(self) -> Self:
-        """The same tensors without running statistics and counter."""
+        """Return the tensors without running statistics and counter."""
         return self._replace(running_mean=None, running_var=None, counter=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """The arguments of a batch norm that are no tensors; see `functional.sync_batch_norm`. A layer makes them anew when
-    one of them changes."""
+    """The arguments of a batch norm that are not tensors; see `functional.sync_batch_norm`."""
 
-    momentum: float | Tensor | None = 0.0  # None: the average of all batches, which the counter counts
+    momentum: float | Tensor | None = 0.0  # None averages over all batches, which `Tensors.counter` counts.
     eps: float = 1e-5
     channel_dim: int = 1
     relu: bool = False
-    num_channels: int | None = None  # num_features, for calls without a tensor (C,); None for a function
-    check_input_dim: CheckOfDims = ANY_DIMS
+    num_channels: int | None = None  # A layer's num_features, the C of calls without per-channel tensors.
+    check_input_dim: DimCheck = NO_DIM_CHECK
     process_group: GroupSpec = None
-    cache_key: tuple[object, ...] | None = field(init=False)  # what plans depend on; None: objects of users, no plan
+    # The options on which kernels depend; None if an option has an unusual type, with which calls take the fallback.
+    cache_key: tuple[object, ...] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        momentum = self.momentum if type(self.momentum) is int else type(self.momentum)  # an int may be too large
+        # Kernels do not depend on the momentum, but an int may be too large for a float, so its value is checked.
+        momentum = self.momentum if type(self.momentum) is int else type(self.momentum)
         key = momentum, self.eps, self.relu, self.channel_dim, self.num_channels, self.check_input_dim
-        classes = type(self.momentum) in NUMBERS, *map(type, key[1:4])
+        classes = type(self.momentum) in PLAIN_MOMENTUM_TYPES, *map(type, key[1:4])
         is_cacheable = (
-            not is_compiling() and classes == (True, float, bool, int) and self.check_input_dim in CHECKS_OF_DIMS
+            not is_compiling() and classes == (True, float, bool, int) and self.check_input_dim in TORCH_DIM_CHECKS
         )
         object.__setattr__(self, "cache_key", key if is_cacheable else None)
 
-    def normalized(self, tensors: Tensors) -> Self:
-        """The same options with eps and momentum as floats; a momentum in a tensor stays. **Raises** TypeError or
-        ValueError unless each is one real number, and eps is positive. Beside running statistics a momentum of None
-        needs a counter."""
+    def with_float_numbers(self, tensors: Tensors) -> Self:
+        """Return the options with eps and momentum as floats; a tensor momentum is kept. **Raises** TypeError or
+        ValueError unless eps is a positive real number and momentum is one real number. Momentum may be None if there
+        is a counter or there are no running statistics."""
         momentum, eps = self.momentum, validated_eps(self.eps)
         number = tensors.counter if momentum is None else momentum
         if isinstance(number, Tensor):
             name = "num_batches_tracked" if momentum is None else "momentum"
             if number.numel() != 1:
                 raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(number.shape)}")
-            if number.ndim or not number.is_cpu:  # A tensor () on the CPU works beside tensors on any device.
+            if number.ndim or not number.is_cpu:  # A CPU tensor of shape () works with tensors on any device.
                 check_device(name, number, tensors.input)
         elif number is not None or tensors.running_mean is not None:
             momentum = to_float("momentum", momentum)
@@ -113,28 +117,28 @@ class Options:
 
 
 def layer_channels(layer: _BatchNorm) -> int:
-    """The number of channels of a layer, from its tensors, else from num_features."""
-    tensors = [getattr(layer, name) for name in PER_CHANNEL]
+    """Return the number of channels from the layer's tensors or, if it has none, from num_features."""
+    tensors = [getattr(layer, name) for name in PER_CHANNEL_NAMES]
     sizes = (len(tensor) for tensor in tensors if tensor is not None and not nn.parameter.is_lazy(tensor))
     return next(sizes, layer.num_features)
 
 
-def checked(tensors: Tensors, options: Options, layer: object) -> Options:
-    """The options with numbers as floats. The arguments are right for training if this returns. **Raises** whatever the
-    checks below raise, or a subclass's `_check_input_dim`."""
+def check_training(tensors: Tensors, options: Options, layer: object) -> Options:
+    """Check all arguments of a training step, and return the options with eps and momentum as floats. **Raises** any
+    error of the checks below or of a subclass's `_check_input_dim`."""
     check(tensors, options, layer)
     if not is_compiling():
-        why_forced()
+        reason_forced()
         check_storage(tensors)
         check_writable("running_mean", tensors.running_mean)
         check_writable("running_var", tensors.running_var)
         check_writable("num_batches_tracked", tensors.counter)
     check_saved(tensors)
-    return options.normalized(tensors)
+    return options.with_float_numbers(tensors)
 
 
 def check(tensors: Tensors, options: Options, layer: object) -> None:
-    """**Raises** ValueError or TypeError unless tensors and options fit together. (Numbers: Options.normalized.)"""
+    """**Raises** ValueError or TypeError unless tensors and options fit together. Numbers: `with_float_numbers`."""
     x, channel_dim = tensors.input, options.channel_dim
     check_input(x, channel_dim, options.check_input_dim, layer)
     per_channel = {name: tensor for name, tensor in tensors.per_channel().items() if tensor is not None}
@@ -148,7 +152,7 @@ def check(tensors: Tensors, options: Options, layer: object) -> None:
 
 
 def check_saved(tensors: Tensors) -> None:
-    """**Raises** ValueError where autograd would have to save a tensor of inference mode, which it refuses."""
+    """**Raises** ValueError if autograd would have to save an inference tensor, which it cannot do."""
     if is_compiling() or torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         return
     inputs = tensors.input, tensors.weight, tensors.bias, tensors.z
@@ -157,12 +161,12 @@ def check_saved(tensors: Tensors) -> None:
             tensor = getattr(tensors, name)
             if isinstance(tensor, Tensor) and tensor.is_inference():
                 raise ValueError(
-                    f"{name} was made in torch.inference_mode(), and autograd cannot save it for backward; use "
-                    f"{name}.clone() outside of inference_mode, or torch.no_grad() in its place"
+                    f"{name} was made in torch.inference_mode(), so autograd cannot save it for backward; use "
+                    f"{name}.clone() outside of inference_mode, or create it in torch.no_grad() instead"
                 )
 
 
-def check_input(x: Tensor, channel_dim: int, check_input_dim: CheckOfDims = ANY_DIMS, layer: object = None) -> None:
+def check_input(x: Tensor, channel_dim: int, check_input_dim: DimCheck = NO_DIM_CHECK, layer: object = None) -> None:
     """**Raises** ValueError or TypeError unless x is a dense float tensor of 2 or more dims that has `channel_dim`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a Tensor as input, got {type(x).__name__}")
@@ -170,7 +174,7 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: CheckOfDims = ANY_
         remedy = "call syncbn.revert_syncbn_model(model) before quantising" if x.is_quantized else "convert it first"
         raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {x.dtype}; {remedy}")
     _check_tensor("input", x, x)
-    if check_input_dim is not ANY_DIMS:
+    if check_input_dim is not NO_DIM_CHECK:
         check_input_dim(layer, x)
     if x.ndim < 2:
         raise ValueError(f"expected at least 2D input (got {x.ndim}D input of shape {tuple(x.shape)})")
@@ -181,10 +185,8 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: CheckOfDims = ANY_
 
 
 def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor]) -> None:
-    """**Raises** ValueError or TypeError unless `per_channel` are float tensors (C,) on the device of x, with its C.
-
-    Where there is none, x must have `num_channels`, if that is known. (It is 0 in a lazy layer without tensors.)
-    """
+    """**Raises** ValueError or TypeError unless all of `per_channel` are float tensors (C,) on the device of x, whose C
+    they share. If `per_channel` is empty, C must be `num_channels`, unless that is None or 0 (a lazy layer)."""
     actual = x.shape[channel_dim]
     for name, tensor in per_channel.items():
         _check_tensor(name, tensor, x)
@@ -199,7 +201,7 @@ def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_ch
         if tensor.shape != (actual,):
             raise ValueError(
                 f"expected {name} of shape ({actual},), as the input has {actual} channels in dim {channel_dim} (input "
-                f"shape {tuple(x.shape)}), got {tuple(tensor.shape)}; cut or replace it"
+                f"shape {tuple(x.shape)}), got {tuple(tensor.shape)}; pass a tensor of that shape"
             )
 
 
@@ -213,25 +215,26 @@ def check_like_input(name: str, tensor: Tensor, x: Tensor) -> None:
 
 
 def check_mask(mask: Tensor, x: Tensor, channel_dim: int) -> None:
-    """**Raises** TypeError or ValueError unless `mask` is bool, (N,) or of the shape of x without the channels' dim."""
+    """**Raises** TypeError or ValueError unless `mask` is bool and has shape (N,) or x's shape without the channel dim,
+    where sizes may be 1."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"expected mask to be a bool tensor, got {type(mask).__name__}; use torch.as_tensor(mask)")
     if mask.dtype != torch.bool:
         raise TypeError(f"expected mask to be bool, True where a value counts, got {mask.dtype}; use mask != 0")
     wanted = list(x.shape)
     del wanted[channel_dim]
-    # Not `in`, which is False for a static and an equal dynamic size under Dynamo.
+    # Under Dynamo, `size in (1, other)` is False for a static size and an equal dynamic size.
     sizes_fit = all(size == 1 or size == other for size, other in zip(mask.shape, wanted, strict=False))
     if mask.ndim not in (1, len(wanted)) or not sizes_fit:
         raise ValueError(
-            f"expected mask of shape {tuple(wanted)}, which is the input's {tuple(x.shape)} without the channels' "
-            f"dim, with sizes of 1 where all values share it, or ({wanted[0]},); got {tuple(mask.shape)}"
+            f"expected mask of shape {tuple(wanted)} (the input's {tuple(x.shape)} without the channel dim; a dim of "
+            f"size 1 is broadcast) or ({wanted[0]},), got {tuple(mask.shape)}"
         )
     check_device("mask", mask, x)
 
 
 def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
-    """**Raises** TypeError or ValueError unless `tensor` is a dense float tensor on the device of x, and neither a
+    """**Raises** TypeError or ValueError unless `tensor` is a strided float tensor on the device of x, and neither a
     DTensor nor a NestedTensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected {name} to be a float tensor, got {type(tensor).__name__}; use torch.as_tensor")
@@ -239,30 +242,30 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
         remedy = f"a mask is passed as mask=, not as {name}" if tensor.dtype is torch.bool else "convert it first"
         raise TypeError(f"expected {name} to be a float tensor, got {tensor.dtype}; {remedy}")
     if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
-        remedy = DTENSORS if tensor.ndim > 1 else PARAMETERS
+        remedy = DTENSOR_REMEDY if tensor.ndim > 1 else PARAMETER_REMEDY
         raise TypeError(f"{name} is a DTensor; {remedy.format(name)}")
     if tensor.is_nested:
-        raise TypeError(f"{name} is a NestedTensor; {NESTED_TENSORS.format(name)}")
+        raise TypeError(f"{name} is a NestedTensor; {NESTED_TENSOR_REMEDY.format(name)}")
     if tensor.layout != torch.strided:
         raise TypeError(f"expected a dense {name}, got layout {tensor.layout}; use {name}.to_dense()")
     check_device(name, tensor, x)
 
 
 def check_storage(tensors: Iterable[Tensor | None]) -> None:
-    """**Raises** RuntimeError if the memory of a plain tensor was freed."""
+    """**Raises** RuntimeError if the storage of a plain tensor was freed."""
     require_storage([tensor for tensor in tensors if _is_plain(tensor)])
 
 
 def check_writable(name: str, buffer: Tensor | None) -> None:
-    """**Raises** ValueError or TypeError unless this buffer can be updated in place. (Tensors of other classes
-    raise errors of their own.)"""
+    """**Raises** ValueError or TypeError unless this buffer can be updated in place. (Tensor subclasses raise errors of
+    their own.)"""
     if buffer is None or (isinstance(buffer, Tensor) and not _is_plain(buffer)):
         return
     if not isinstance(buffer, Tensor) or buffer.dtype == torch.bool:
         got = f"a tensor of {buffer.dtype}" if isinstance(buffer, Tensor) else shorten(buffer)
         raise TypeError(f"expected {name} to be a tensor of numbers, got {got}; use torch.tensor(0)")
     reasons = {
-        "several of its numbers share one place in memory, as expand() makes them": overlaps_itself(buffer),
+        "several of its elements share one memory location, as after expand()": overlaps_itself(buffer),
         "it is a tensor of zeros without memory": is_zero_tensor(buffer),
         "it was made in torch.inference_mode()": buffer.is_inference() and not torch.is_inference_mode_enabled(),
     }
@@ -272,11 +275,11 @@ def check_writable(name: str, buffer: Tensor | None) -> None:
 
 
 def require_two_values(num_values: Tensor | int, x: Tensor) -> None:
-    """**Raises** F.batch_norm's ValueError when the whole group has one value per channel.
+    """**Raises** F.batch_norm's ValueError if there is one value per channel over all ranks of the group.
 
-    One rank without a mask knows the number from the shape. To read a tensor on a GPU the host would have to wait; a
-    later call raises there if there are other ranks, see ranks/status.py. A compiled graph would break, and a
-    FakeTensor or a tensor of torch.func has no value: nothing is raised.
+    `num_values` is an int if the shape of x determines it: on one rank without a mask. Nothing is raised for a tensor
+    that the host cannot read without waiting for a GPU (with several ranks a later call raises, see ranks/status.py),
+    without breaking a compiled graph, or at all (a FakeTensor or a tensor of torch.func).
     """
     number: object = num_values
     if isinstance(num_values, Tensor):
@@ -291,14 +294,14 @@ def require_two_values(num_values: Tensor | int, x: Tensor) -> None:
 
 
 def require_float64(x: Tensor) -> None:
-    """**Raises** TypeError if the device of x has no float64, which sums over ranks and under a mask need."""
+    """**Raises** TypeError if the device of x does not support float64."""
     if not supports_float64(x.device):
-        what = f"the sums over several ranks and under a mask are float64, which {x.device} does not have"
+        what = f"sums over several ranks or with a mask are float64, which {x.device} does not support"
         raise TypeError(f"{what}; train on the CPU, or on one rank without a mask")
 
 
 def _is_plain(tensor: object) -> TypeGuard[Tensor]:
-    """Whether this is a Tensor or Parameter that torch.func has not wrapped."""
+    """Return whether this is a Tensor or Parameter that torch.func has not wrapped."""
     return type(tensor) in PLAIN_CLASSES and isinstance(tensor, Tensor) and not is_wrapped(tensor)
 
 
@@ -309,7 +312,7 @@ def check_device(name: str, tensor: Tensor, x: Tensor) -> None:
 
 
 def validated_eps(eps: float) -> float:
-    """`eps` as a float. **Raises** TypeError unless it is a number, ValueError unless it is positive and not too
+    """Return `eps` as a float. **Raises** TypeError unless it is a number, ValueError unless it is positive and not too
     large."""
     eps = to_float("eps", eps)
     check_eps(eps, training=True)
@@ -318,7 +321,7 @@ def validated_eps(eps: float) -> float:
 
 def check_eps(eps: float, training: bool) -> None:
     """**Raises** ValueError unless `eps` is positive; in evaluation it may be 0."""
-    if not (eps > 0 or (eps == 0 and not training)):  # NaN is neither
+    if not (eps > 0 or (eps == 0 and not training)):  # True for NaN.
         kind = "positive during training" if training else "non-negative"
         raise ValueError(f"batch_norm eps must be {kind}, but got {eps}")
 

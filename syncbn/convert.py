@@ -8,7 +8,7 @@ from X first and then from ours, so that everything that X defines stays:
 
     SyncX -> X -> ... -> SyncBatchNorm2d -> SyncBatchNorm -> nn.BatchNorm2d -> ...
 
-X's `super().forward(...)` calls ours. If X calls F.batch_norm itself, the mode BatchNormReplaced around its forward
+X's `super().forward(...)` calls ours. If X calls F.batch_norm itself, the mode ReplaceBatchNormMode around its forward
 replaces each call that passes a tensor of the layer by the batch norm of all ranks.
 """
 
@@ -25,9 +25,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
 from syncbn import inputs
-from syncbn.arguments import PER_CHANNEL, Options, Tensors, check
+from syncbn.arguments import PER_CHANNEL_NAMES, Options, Tensors, check
 from syncbn.fallback import plain_batch_norm
-from syncbn.layer import NOT_KNOWN, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
+from syncbn.layer import UNKNOWN_NUM_RANKS, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, to_torch
 from syncbn.ranks.reduction import make_groups
 from syncbn.ranks.sites import layer_in_forward
@@ -36,10 +36,10 @@ from syncbn.texts import escape_surrogates, warn, warn_once
 from syncbn.torch_internals import OPERATORS, constant_in_graphs, have_same_base, is_compiling
 from syncbn.unconverted import (
     ADDED_ATTRIBUTES,
-    CONVERT,
+    CONVERTIBLE,
     check_module,
-    description,
-    first_names,
+    describe_layers,
+    shorten_names,
     unparametrized_class,
     unsynchronised,
 )
@@ -49,8 +49,8 @@ Result = TypeVar("Result")
 # A layer, its new class and its new attributes.
 Change: TypeAlias = tuple[nn.Module, type[nn.Module], Mapping[str, object]]
 
-BUILT = "these layers were built as syncbn layers and stay: build them as nn.BatchNorm1d, 2d or 3d"
-HIDES = "a forward that was set on these layers hides their class's, and they stay: delete it and revert again"
+NEVER_CONVERTED = "these layers were built as syncbn layers and stay: build them as nn.BatchNorm1d, 2d or 3d"
+OVERRIDDEN = "a forward that was set on these layers hides their class's, and they stay: delete it and revert again"
 # What a layer loses in a revert, by its option.
 LOST_OPTIONS = {
     "fuse_relu": "these layers have lost their relu: put an nn.ReLU behind each",
@@ -93,9 +93,9 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
     """
     check_module(model)
     local_layers, spec = unsynchronised(model), to_spec(process_group)
-    others = [local for local in local_layers if local.remedy != CONVERT]
+    others = [local for local in local_layers if local.remedy != CONVERTIBLE]
     changes: list[Change] = []
-    for name, layer in [(local.name, local.layer) for local in local_layers if local.remedy == CONVERT]:
+    for name, layer in [(local.name, local.layer) for local in local_layers if local.remedy == CONVERTIBLE]:
         _require_no_fsdp(name, layer, "convert_syncbn_model")
         if channel_last and isinstance(layer, LazyModuleMixin):
             raise ValueError(f"{name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True")
@@ -105,7 +105,7 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
         added = {"_original_class": original, "_process_group": new_spec, "channel_last": channel_last}
         changes.append((layer, synchronised_class(original), added))
     if others:  # before any change, as a warning may be made an error
-        warn(f"syncbn did not convert these layers: {description(others)}")
+        warn(f"syncbn did not convert these layers: {describe_layers(others)}")
     make_groups(spec)
     synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
     _apply(changes)
@@ -145,17 +145,17 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
     if target not in (None, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
     changes: list[Change] = []
-    noted: dict[str, list[str]] = {}  # what to warn of, and the layers
+    warnings: dict[str, list[str]] = {}  # what to warn of, and the layers
     for name, layer in model.named_modules():
         new_class = vars(layer).get("_original_class", unparametrized_class(layer))
         if new_class is nn.SyncBatchNorm and target is not None:
             new_class = target
         if new_class is unparametrized_class(layer):
             if target is not None and isinstance(layer, SyncBatchNorm):
-                noted.setdefault(BUILT, []).append(name)
+                warnings.setdefault(NEVER_CONVERTED, []).append(name)
             continue
         if "forward" in vars(layer):
-            noted.setdefault(HIDES, []).append(name)
+            warnings.setdefault(OVERRIDDEN, []).append(name)
             continue
         _require_no_fsdp(name, layer, "revert_syncbn_model")
         if issubclass(new_class, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
@@ -165,9 +165,9 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
         changes.append((layer, new_class, {"process_group": to_torch(layer._process_group)} if is_torchs else {}))
         for option, lost in LOST_OPTIONS.items():
             if vars(layer).get(option):
-                noted.setdefault(lost, []).append(name)
-    if noted:
-        warn(f"syncbn: {'; '.join(f'{what} ({first_names(names)})' for what, names in noted.items())}")
+                warnings.setdefault(lost, []).append(name)
+    if warnings:
+        warn(f"syncbn: {'; '.join(f'{what} ({shorten_names(names)})' for what, names in warnings.items())}")
     _apply(changes)
     return model
 
@@ -222,30 +222,30 @@ SYNC_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
 }
 
 # What a warning says about the forward of a converted subclass that does not synchronise.
-CALLS_NONE = (
+NO_BATCH_NORM_CALL = (
     "calls neither super().forward nor F.batch_norm. If it normalises by its batch, let it call one of them, or "
     "syncbn.functional.sync_batch_norm."
 )
-PASSES_NONE = (
+NO_LAYER_TENSOR = (
     "calls F.batch_norm with none of the layer's weight, bias, running_mean and running_var. If that normalises by the "
     "batch, let it pass one of them or a slice of one, not a copy such as weight.float(), or let it call "
     "syncbn.functional.sync_batch_norm."
 )
 
-_classes = dict(SYNC_CLASSES)  # and the classes made so far
+_class_cache = dict(SYNC_CLASSES)  # and the classes made so far
 
 
 def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
     """The class that an instance of `original` gets: a subclass of ours and, except for nn.SyncBatchNorm, of it."""
-    if original in _classes:
-        return _classes[original]
+    if original in _class_cache:
+        return _class_cache[original]
     namespace = {"__doc__": original.__doc__, "__module__": original.__module__, "_syncbn_original": original}
     ours = next((SYNC_CLASSES[base] for base in original.__mro__ if base in SYNC_CLASSES), SyncBatchNorm)
     if issubclass(original, nn.modules.lazy.LazyModuleMixin) and original.cls_to_become is not None:
         ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)  # after the first forward
     mixin = _SyncSubclass if original.forward is nn.BatchNorm1d.forward else _SyncSubclassWithForward
-    _classes[original] = make_class(type(original), f"Sync{original.__name__}", (mixin, original, ours), namespace)
-    return _classes[original]
+    _class_cache[original] = make_class(type(original), f"Sync{original.__name__}", (mixin, original, ours), namespace)
+    return _class_cache[original]
 
 
 def make_class(metaclass: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
@@ -265,7 +265,7 @@ class _SyncSubclass(SyncBatchNorm):
         """Hide the original's hook, which may register each class or need arguments."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        return _empty_instance, (self._syncbn_original,), self.__getstate__()
+        return _new_instance, (self._syncbn_original,), self.__getstate__()
 
 
 class _SyncSubclassWithForward(_SyncSubclass):
@@ -275,29 +275,29 @@ class _SyncSubclassWithForward(_SyncSubclass):
         # One Proxy may stand for all arguments of the traced module.
         first = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
         if isinstance(first, Proxy):
-            return inputs.leaf(self, first.tracer, args, kwargs)
+            return inputs.create_leaf(self, first.tracer, args, kwargs)
         self._current_options()  # forgets the layer's signature if a setting has changed
-        replaced = BatchNormReplaced(self)
+        replaced = ReplaceBatchNormMode(self)
         if not self.training or is_compiling():
             with replaced:
                 return super().forward(*args, **kwargs)
-        note, outer = vars(self), layer_in_forward.set(self)
-        note["_synchronised_ranks"] = NOT_KNOWN
+        attributes, outer = vars(self), layer_in_forward.set(self)
+        attributes["_synchronised_ranks"] = UNKNOWN_NUM_RANKS
         try:
             with replaced:
                 output = super().forward(*args, **kwargs)
         finally:
             layer_in_forward.reset(outer)
-        if self._synchronised_ranks != NOT_KNOWN or replaced.saw_operators:
+        if self._synchronised_ranks != UNKNOWN_NUM_RANKS or replaced.saw_operators:
             return output
         _, *parts = self.modules()
         if not any(isinstance(part, SyncBatchNorm) for part in parts):  # which may have synchronised in its place
-            note["_synchronised_ranks"] = 1
-            _warn_on_several_ranks(self._syncbn_original.__qualname__, CALLS_NONE, self._process_group)
+            attributes["_synchronised_ranks"] = 1
+            _warn_on_several_ranks(self._syncbn_original.__qualname__, NO_BATCH_NORM_CALL, self._process_group)
         return output
 
 
-class BatchNormReplaced(TorchFunctionMode):
+class ReplaceBatchNormMode(TorchFunctionMode):
     """Within the context F.batch_norm normalises as in the forward of `layer`."""
 
     saw_operators = False  # a compiled part of the forward calls them, and leaves no note on the layer
@@ -328,9 +328,9 @@ def _batch_norm(
     try:
         if training and layer.training:
             if _belongs_to_layer(layer, tensors):
-                train_layer = train if layer._train_and_pool is None else layer._train_and_pool
+                train_layer = train if layer._train_override is None else layer._train_override
                 return train_layer(tensors, options, layer)[0]
-            _warn_on_several_ranks(layer._syncbn_original.__qualname__, PASSES_NONE, layer._process_group)
+            _warn_on_several_ranks(layer._syncbn_original.__qualname__, NO_LAYER_TENSOR, layer._process_group)
         if layer.training and not is_compiling():
             vars(layer)["_synchronised_ranks"] = layer._synchronised_ranks or 1
         try:
@@ -349,7 +349,7 @@ def _belongs_to_layer(layer: SyncBatchNorm, tensors: Tensors) -> bool:
 
     Shapes must not decide, because they differ between ranks: instance norm of one sample has the layer's channels.
     """
-    held = [name for name in PER_CHANNEL if not hasattr(type(layer), name)]  # a parametrization makes a property
+    held = [name for name in PER_CHANNEL_NAMES if not hasattr(type(layer), name)]  # a parametrization makes a property
     own = [tensor for name in held if isinstance(tensor := getattr(layer, name, None), Tensor)]
     passed = [tensor for tensor in tensors.per_channel().values() if isinstance(tensor, Tensor)]
     return not own or any(have_same_base(tensor, other) for tensor in passed for other in own)
@@ -362,5 +362,5 @@ def _warn_on_several_ranks(kind: str, problem: str, spec: GroupSpec) -> None:
         warn_once(f"syncbn is not synchronising: {kind}.forward {problem}")
 
 
-def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:
+def _new_instance(original: type[nn.Module]) -> SyncBatchNorm:
     return object.__new__(synchronised_class(original))

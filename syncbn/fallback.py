@@ -1,8 +1,9 @@
-"""Runs every call that cannot take the fast path of step.py, training and evaluation.
+"""Runs evaluation, and every training call that cannot take the fast path of step.py.
 
-It calls operators on the kernels, else torch's operations. Evaluation, and training of one rank without a mask, are
-F.batch_norm. Each pass sends the same payload as on the fast path, so that ranks on different paths fit together. The
-outputs have the same bits where operators run, else they are the same up to rounding.
+The fallback uses custom operators that wrap the kernels, or plain torch operations where operators cannot be used.
+Evaluation, and training on one rank without a mask, use F.batch_norm. Each pass sends the payload of the fast path, so
+ranks may take different paths. With operators the outputs are bit-identical to those of the fast path, otherwise equal
+up to rounding.
 """
 
 import contextlib
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from syncbn.arguments import Options, Tensors, check, check_eps, checked, require_float64, require_two_values
-from syncbn.inputs import Wrap, apply_mask, can_be_unwrapped, make_dense, plain, refuse_proxies, unwrap
+from syncbn.arguments import Options, Tensors, check, check_eps, check_training, require_float64, require_two_values
+from syncbn.inputs import OutputWrapper, apply_mask, has_plain_storage, make_dense, plain, refuse_proxies, unwrap
 from syncbn.kernel_cache import backward_config, forward_config
 from syncbn.kernels import reference, select
 from syncbn.kernels.interface import (
@@ -42,14 +43,13 @@ from syncbn.torch_internals import (
     is_compiling,
     is_exporting,
     keeps_graph,
-    recorded,
+    profiler_range,
 )
 
 StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # the arguments of a Function that are not tensors
-# Of x, weight, bias and residual.
-Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual
 
-TRANSFORMED = (
+TRANSFORM_ERROR = (
     "torch.func.vmap, forward mode (jvp) and is_grads_batched=True are not supported over several ranks; loop over "
     "samples or gradients, use torch.autograd.functional, or set process_group=1"
 )
@@ -57,16 +57,17 @@ TRANSFORMED = (
 
 def train(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, Tensor]:
     """Return y and the statistics, as `train` of step.py."""
-    tensors, options, reduction, wrap = prepared(tensors, options, caller)
-    with recorded("syncbn.forward"), reduction.recording_errors():
+    tensors, options, reduction, wrap = prepare(tensors, options, caller)
+    with profiler_range("syncbn.forward"), reduction.recording_errors():
         if reduction.group is None and not tensors.has_mask():
-            y, statistics = train_alone(tensors, options)
+            y, statistics = train_single_rank(tensors, options)
         else:
             tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
             tensors = make_dense(tensors, options)
             y, statistics = normalize(tensors, options, reduction)
             y = apply_to_output(y)
-    # Compiled graphs leave updates out of a recompute; in eager mode the same operators run there and update nothing.
+    # Compiled graphs drop the updates from the recompute of activation checkpointing. In eager mode the recompute runs
+    # the same operators as the forward, without effect.
     updates = is_compiling() or current_backward() == -1
     buffers = tensors.running_mean, tensors.running_var, tensors.counter
     update_buffers(*buffers, statistics, options.momentum, updates)
@@ -74,22 +75,22 @@ def train(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, T
     return wrap(y), statistics
 
 
-def prepared(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensors, Options, Reduction, Wrap]:
-    """The tensors unwrapped, the options checked, the ranks to synchronise, and what makes the output what the input
-    was. **Raises** a fault in the arguments of this rank on every rank."""
+def prepare(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensors, Options, Reduction, OutputWrapper]:
+    """Check the arguments. Return unwrapped tensors, the options, the reduction, and a function that wraps the output
+    in the classes of the inputs. **Raises** on every rank if the arguments of this rank are invalid."""
     reduction = select_reduction(options.process_group, caller, tensors.input)
     try:
         tensors, options, wrap = unwrap(tensors, options)
-        options = checked(tensors, options, caller)
+        options = check_training(tensors, options, caller)
         if reduction.group is not None or tensors.has_mask():
             require_float64(tensors.input)
         return tensors, options, reduction, wrap
-    except Exception as error:  # of any class: a subclass's _check_input_dim may raise it
+    except Exception as error:  # The class varies: a subclass's _check_input_dim may raise any exception.
         raise_on_all_ranks(error, tensors, options, reduction, "forward")
 
 
 def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple[Tensor, Tensor]:
-    """y and the statistics. The tensors are plain, without gaps and mask, and all have been checked."""
+    """Return y and the statistics for checked, plain, dense tensors without a mask."""
     call = forward_config(tensors, options), reduction
     inputs = tensors.input, tensors.weight, tensors.bias, tensors.z, tensors.num_values
     y, statistics = apply_function(SyncBatchNormFunction, call, *inputs)
@@ -99,10 +100,10 @@ def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple
 def apply_function(
     function: type[torch.autograd.Function], call: object, *tensors: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The outputs of an autograd Function whose first argument is no tensor.
+    """Return the outputs of an autograd Function whose first argument is not a tensor.
 
-    It has no rules for vmap and forward mode; the operations of its forward have. And in a graph without gradients
-    Dynamo (torch 2.13) would hand the forward a context.
+    Under vmap and forward mode, call its forward directly: the operations in it have rules, the Function has none. Do
+    the same in a graph without gradients, where Dynamo (torch 2.13) would pass a context to the forward.
     """
     if is_compiling():
         differentiates = torch.is_grad_enabled() and requires_grad(*tensors)
@@ -114,14 +115,16 @@ def apply_function(
 
 
 def fallback_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: Tensor | None) -> reference.BackEnd:
-    """The kernels of the fallback for `x` of this config, in a call that takes `others` beside it.
+    """Select the back end of the fallback for a call with the tensors x and `others`.
 
-    Tensor subclasses and exported programs get torch operations; so do forward mode and vmap, for which operators have
-    no rules. If there are kernels, all others get the operators, compiled graphs too: what Inductor makes of torch
-    operations takes 2 to 12 times as long on CPUs (docs/tried.md). Operators have no gradient, and are called within
-    autograd.Functions alone; but `apply_function` calls the forward itself when no tensor requires grad, of which
-    Dynamo knows nothing inside torch.func. So such a graph gets torch operations where grad mode is on. (Inside a
-    Function grad mode is off, but Dynamo of torch 2.11 leaves it on in the forward.)
+    Tensor subclasses, exported programs, vmap and forward mode (for which operators have no rules) get torch
+    operations. All other calls get the operators if there are kernels. This includes compiled graphs, because the code
+    that Inductor generates from torch operations takes 2 to 12 times as long on CPUs (docs/tried.md).
+
+    Operators have no gradient, so they must run inside an autograd Function. `apply_function` skips the Function when
+    no tensor requires grad, but inside torch.func Dynamo does not know whether one does. A graph therefore gets torch
+    operations if grad mode is on, as it is outside of a Function, and no tensor requires grad. (Dynamo of torch 2.11
+    leaves grad mode on inside the forward of a Function.)
     """
     if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return reference
@@ -132,8 +135,8 @@ def fallback_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others
     elif is_transformed(x, *others):
         return reference
     elif fast_path_back_end(config) is None:
-        return reference.InParts
-    from syncbn.kernels import operators  # which registers them
+        return reference.Chunked
+    from syncbn.kernels import operators  # The import registers the operators.
 
     if is_compiling():
         _tell_inductor()
@@ -142,15 +145,15 @@ def fallback_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others
 
 @constant_in_graphs
 def _tell_inductor() -> None:
-    """Tell Inductor how to treat the operators, if its private names are those that we know: else it copies more."""
+    """Register the operators with Inductor. If its private names have changed, Inductor inserts extra copies."""
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from syncbn.kernels import inductor
 
-        inductor.tell_inductor()
+        inductor.register_with_inductor()
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether vmap or forward mode is active, for which only torch's operations have rules."""
+    """Return whether vmap or forward mode is active, for which only torch operations have rules."""
     if inside_vmap_or_forward_mode():
         return True
     return not is_compiling() and any(tensor is not None and is_batched_gradient(tensor) for tensor in tensors)
@@ -163,8 +166,8 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 class SyncBatchNormFunction(torch.autograd.Function):
     """((config, reduction), x, weight, bias, residual, num_values) -> y, statistics.
 
-    x has no gaps; the residual has its dtype, strides and shape. num_values () is n of this rank where a mask has set
-    the other values to 0. The statistics of all ranks, packed as in statistics.py, are not differentiable.
+    x is dense; the residual has the dtype, strides and shape of x. num_values, of shape (), is the n of this rank if a
+    mask has been applied, else None. The statistics over all ranks, packed as in statistics.py, are not differentiable.
 
     Saved for backward and collectives: as in step._Step; two all_reduces in backward with create_graph=True.
     """
@@ -177,7 +180,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
         config, reduction = call
         kernels = fallback_back_end(config, x, weight, bias, residual).Forward(config)
         sums = sum_over_ranks(kernels.forward_sums(x), reduction, "forward", num_values)
-        if num_values is not None or x.numel() <= config.layout.sizes[1]:  # else this rank alone has two values
+        # Otherwise this rank has two or more values per channel.
+        if num_values is not None or x.numel() <= config.layout.sizes[1]:
             require_two_values(sums[-TRAILER_ELEMENTS], x)
         return kernels.forward_outputs((x, weight, bias, residual), sums)
 
@@ -192,7 +196,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:5]
-        if is_compiling() and inside_functorch():  # Dynamo does not see what torch.func differentiates
+        if is_compiling() and inside_functorch():  # Dynamo does not know what torch.func differentiates.
             needed = True, True, True, ctx.config.has_residual
         with ctx.reduction.recording_errors():
             return None, *gradients(ctx.config, dy, ctx.saved_tensors, needed, ctx.reduction), None
@@ -202,28 +206,31 @@ def gradients(
     config: ForwardConfig, dy: Tensor | None, saved: Saved, needed: Needed, reduction: Reduction,
     num_values: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients for what a forward of this config has saved, which saved_tensors_hooks may have rounded or
-    moved. One all_reduce, whichever gradients are needed; with a graph (create_graph=True) two.
+    """Return the gradients from dy and the saved tensors, whose dtype or device saved_tensors_hooks may have changed.
 
-    `num_values` () of this rank, if the n in the saved statistics is 1: the ranks then add up n with the sums. The
-    caller tells the errors of this rank to the others.
+    Issues one all_reduce, whichever gradients are needed, or two with create_graph=True. `num_values`, of shape (), is
+    the n of this rank if the saved statistics hold n = 1 instead; the all_reduce then sums n too. The caller must call
+    `record_error` if this function raises.
     """
     x, weight, statistics, y = saved
     dy = torch.zeros_like(x) if dy is None else dy
-    passed_dy = dy if needed[3] and y is None else None  # to a view of which autograd may add in place
-    if can_be_unwrapped(dy):
+    # Without a relu the gradient of the residual is dy itself, not a view: autograd may add to a view in place.
+    unmasked_dy = dy if needed[3] and y is None else None
+    if has_plain_storage(dy):
         dy = plain(dy)
 
-    def dense(tensor: Tensor) -> Tensor:  # Dynamo makes dy contiguous in a backward that asks for its strides
+    def dense(tensor: Tensor) -> Tensor:  # In a backward that reads the strides of dy, Dynamo makes dy contiguous.
         return tensor if is_compiling() else config.layout.dense(tensor)
 
     y = None if y is None else dense(y.to(dy.dtype))
     saved = dense(x.to(dy.dtype)), weight, statistics.double().contiguous(), y
     dy, needed_config = dense(dy), backward_config(config, dy, weight, needed)
     grad_x = grad_residual = None
-    with recorded("syncbn.backward"):
-        if torch.is_grad_enabled():  # the saved statistics are constants to autograd
-            grad_x, grad_weight, grad_bias, grad_residual = _with_graph(config, needed_config, dy, saved, reduction)
+    with profiler_range("syncbn.backward"):
+        if torch.is_grad_enabled():
+            grad_x, grad_weight, grad_bias, grad_residual = _graph_gradients(
+                config, needed_config, dy, saved, reduction
+            )
         else:
             kernels = fallback_back_end(needed_config, *saved, dy).Backward(needed_config)
             sums, grad_weight, grad_bias = kernels.backward_sums(dy, saved)
@@ -234,25 +241,25 @@ def gradients(
                 reduction.forward_total = None
             if needed_config.needs_x or needed_config.needs_residual:
                 grad_x, grad_residual = kernels.backward_outputs(dy, saved, sums)
-    return grad_x, grad_weight, grad_bias, grad_residual if y is not None else passed_dy
+    return grad_x, grad_weight, grad_bias, grad_residual if y is not None else unmasked_dy
 
 
-def _with_graph(
+def _graph_gradients(
     forward: ForwardConfig, config: BackwardConfig, dy: Tensor, saved: Saved, reduction: Reduction
 ) -> Gradients:
-    """The gradients as a graph. Mean and variance are computed again from x, with their all_reduce as part of the
-    graph: two all_reduces in all.
+    """Return gradients that can be differentiated again. Issues two all_reduces.
 
-    The first has a pass name of its own: a rank without create_graph issues only the second.
+    The saved statistics are constants to autograd, so the first all_reduce computes mean and variance again from x. It
+    has a pass name of its own, because a rank without create_graph issues only the second.
     """
     x, weight, statistics, y = saved
     kernels, num_values = reference.Forward(forward), statistics[3 * config.layout.sizes[1]].clamp(min=1)
     fold = config.layout.fold
     sums = sum_over_ranks(kernels.forward_sums(x), reduction, WITH_GRAPH)
     mean, mean_square = (sums[:-TRAILER_ELEMENTS] / num_values).chunk(2)
-    xmu = reference.minus_mean(fold(x), mean)
+    xmu = reference.subtract_mean(fold(x), mean)
     invstd = ((mean_square - mean.square()).clamp(min=0) + forward.eps).rsqrt()
-    dy = reference.through_relu(config, fold(dy), fold(x), None if y is None else fold(y), statistics)
+    dy = reference.apply_relu_mask(config, fold(dy), fold(x), None if y is None else fold(y), statistics)
     wide_dy = dy.double()
     sum_dy, sum_dy_xmu = reference.channel_sums(wide_dy), reference.channel_sums(wide_dy * xmu)
     sums = sum_over_ranks(torch.cat((sum_dy, sum_dy_xmu, sum_dy.new_zeros(TRAILER_ELEMENTS))), reduction, "backward")
@@ -270,17 +277,17 @@ def _with_graph(
 
 
 def sum_over_ranks(sums: Tensor, reduction: Reduction, pass_name: str, num_values: Tensor | None = None) -> Tensor:
-    """Return the totals over the ranks of float64 `sums` with a trailer, by one all_reduce, which may overwrite them;
-    with `num_values` () in the place of n unless it is None.
+    """Return the sum of `sums` over the ranks, by one all_reduce, which may overwrite `sums`.
 
-    In eager mode with gradients the totals are differentiable any number of times: the sum is linear, so its gradient
-    is a sum over the ranks, too, by one all_reduce. **Raises** RuntimeError inside vmap and forward mode.
+    `sums` are float64 and end in a trailer, whose n is replaced by `num_values`, of shape (), if that is not None. In
+    eager mode with gradients the result is differentiable any number of times: the gradient of a sum over ranks is a
+    sum over ranks, by one all_reduce too. **Raises** RuntimeError inside vmap and forward mode.
     """
     if num_values is not None:
         trailer = -TRAILER_ELEMENTS
         sums = torch.cat((sums[:trailer], num_values.double().view(1), sums[trailer + 1 :]))
     if reduction.group is not None and is_transformed(sums):
-        raise RuntimeError(TRANSFORMED)
+        raise RuntimeError(TRANSFORM_ERROR)
     if reduction.group is None or is_compiling() or not torch.is_grad_enabled():
         return reduction.sign_and_all_reduce(sums, pass_name)
     result = _SumOverRanks.apply(sums[:-SIGNATURE_ELEMENTS], reduction, pass_name)  # type: ignore[no-untyped-call]
@@ -289,7 +296,7 @@ def sum_over_ranks(sums: Tensor, reduction: Reduction, pass_name: str, num_value
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """(sums and n, reduction, pass_name) -> their totals. In derivative passes 0 stands in the place of n."""
+    """(sums, reduction, pass_name) -> the sums over all ranks. The last element is n, or 0 in derivative passes."""
 
     @staticmethod
     def forward(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
@@ -306,39 +313,39 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tensor:
-    """y by the running statistics; without them, by those of this rank's batch. `caller` is a layer or None."""
+    """Return y, normalised with the running statistics or, if there are none, with the statistics of this rank's batch.
+    `caller` is a layer or None."""
     tensors, options, wrap = unwrap(tensors, options)
     check(tensors, options, caller)
     is_masked_batch = tensors.mask is not None and tensors.running_mean is None
     tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
-    if is_masked_batch:  # it normalises by the values that count in this batch
+    if is_masked_batch:  # F.batch_norm cannot leave values out of the statistics.
         check_eps(options.eps, training=True)
         return wrap(apply_to_output(normalize(make_dense(tensors, options), options, ONE_RANK)[0]))
-    mean, var = tensors.running_mean, tensors.running_var
-    return wrap(apply_to_output(_by_torch(tensors, options, mean, var, training=mean is None)))
+    return wrap(apply_to_output(_torch_batch_norm(tensors, options, training=tensors.running_mean is None)))
 
 
-def train_alone(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Return y by F.batch_norm, and the statistics of this rank's batch, packed as in statistics.py. The arguments have
-    been checked, and there is no mask."""
+def train_single_rank(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the y of F.batch_norm, and the statistics of this rank's batch, packed as in statistics.py, for checked
+    arguments without a mask."""
     x = tensors.input
-    # With a momentum of 1, F.batch_norm replaces these running statistics by those of the batch.
+    # With a momentum of 1, F.batch_norm stores the mean and the unbiased variance of the batch in these tensors.
     mean, var = (x.new_zeros(x.shape[options.channel_dim], dtype=compute_dtype(x.dtype)) for _ in range(2))
-    y = _by_torch(tensors, options, mean, var, training=True)
-    if supports_float64(x.device):  # `to_sums` in float32 would lose the variance beside a large mean.
+    y = _torch_batch_norm(tensors._replace(running_mean=mean, running_var=var), options, training=True)
+    if supports_float64(x.device):  # In float32, `to_sums` would lose a variance that is small compared with mean^2.
         mean, var = mean.to(torch.float64), var.to(torch.float64)
     n = mean.new_full((1,), x.numel() // max(1, len(mean)))
     var = var * ((n - 1) / n.clamp(min=1))
     return y, pack(mean, var, (var + options.eps).rsqrt(), n)
 
 
-def _by_torch(tensors: Tensors, options: Options, mean: Tensor | None, var: Tensor | None, training: bool) -> Tensor:
-    """Return y by these running statistics or, in training, by those of the batch."""
-    x, eps, weight, bias = tensors.input, options.eps, tensors.weight, tensors.bias
-    per_channel = mean, var, weight, bias
+def _torch_batch_norm(tensors: Tensors, options: Options, training: bool) -> Tensor:
+    """Return y, normalised with the running statistics or, in training, with the statistics of the batch."""
+    x, eps = tensors.input, options.eps
+    mean, var, weight, bias = per_channel = (*tensors.per_channel().values(),)
     if any(tensor is not None and not (tensor.dtype == x.dtype and tensor.is_contiguous()) for tensor in per_channel):
-        # F.batch_norm takes parameters of the input's dtype, or all in float32 beside a lower one. Beside an input in
-        # channels_last the backward of torch 2.13 on CPUs reads them as if they were contiguous.
+        # F.batch_norm accepts parameters of the input's dtype, or float32 parameters with a 16-bit input. If the input
+        # is in channels_last, the backward of torch 2.13 on CPUs reads parameters as if they were contiguous.
         dtype = compute_dtype(x.dtype)
         mean, var, weight, bias = (None if tensor is None else tensor.to(dtype).contiguous() for tensor in per_channel)
     if options.channel_dim in (1, 1 - x.ndim):
@@ -358,7 +365,7 @@ def plain_batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
     bias: Tensor | None, training: bool, momentum: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    """torch.batch_norm, as F.batch_norm is replaced within converted layers; eps is checked as there."""
+    """Compute F.batch_norm with the same checks by torch.batch_norm, which `ReplaceBatchNormMode` does not replace."""
     check_eps(eps, training)
     if training and input.numel() == input.shape[1] > 0:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
@@ -370,42 +377,40 @@ def plain_batch_norm(
 def raise_on_all_ranks(
     error: Exception, tensors: Tensors, options: Options, reduction: Reduction, pass_name: str
 ) -> NoReturn:
-    """Join the all_reduce of the others with NaN in the place of n, and raise `error` on every rank.
+    """Join the all_reduce of the other ranks with n = NaN, so that every rank raises, and raise `error`.
 
-    On a GPU the others raise at a later call. Only this rank raises in a compiled graph, in a trace of torch.fx, on a
-    GPU without Triton, and where no argument has channels. In eager mode its position then has the error.
+    On GPUs the other ranks raise at a later call. Only this rank raises in a compiled graph, in a trace of torch.fx, on
+    a GPU without Triton, or if no argument determines the number of channels. In eager mode the error is then part of
+    this rank's position report.
     """
     refuse_proxies(tensors)
     num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
-    if (
-        not reduction.reads_trailer
-        or num_channels is None
-        or not (device.type == "cpu" or select.looks_at_totals(device))
-    ):
+    reads_nan = reduction.reads_trailer and (device.type == "cpu" or select.checks_totals(device))
+    if num_channels is None or not reads_nan:
         reduction.record_error(error)
-        raise error  # no rank would read the NaN
+        raise error
     sums = torch.zeros(2 * num_channels + TRAILER_ELEMENTS, dtype=torch.float64, device=device)
     sums[-TRAILER_ELEMENTS] = math.nan
     try:
         with reduction.recording_errors():
             reduction.sign_and_all_reduce(sums, pass_name, error)
         raise AssertionError("internal error: no rank reported the bad argument") from error
-    finally:  # The traceback of the error has this frame: a cycle would keep the process group.
+    finally:  # The traceback of `error` holds this frame. The reference cycle would keep the process group alive.
         del error
 
 
 def _likely_channels(tensors: Tensors, options: Options) -> int | None:
-    """The number of channels that most arguments have, since one of them is wrong; None if none has channels."""
+    """Return the number of channels of most arguments (one of which is wrong), or None if no argument has channels."""
     per_channel = [tensor for tensor in tensors.per_channel().values() if isinstance(tensor, Tensor)]
     votes = [tensor.numel() for tensor in per_channel if not is_lazy(tensor)]
     if not votes and isinstance(options.num_channels, Integral) and options.num_channels > 0:
         return options.num_channels
-    with contextlib.suppress(Exception):  # no tensor; no such dim; sequences of different lengths
+    with contextlib.suppress(Exception):  # The input may not be a tensor, or may not have this dim.
         votes.append(int(tensors.input.shape[options.channel_dim]))
-    return max(votes, key=votes.count, default=None)  # the first of equals: a per-channel tensor's
+    return max(votes, key=votes.count, default=None)  # In a tie a per-channel tensor wins.
 
 
 def _device_of(tensors: Tensors) -> torch.device:
-    """The device of the first argument that is a tensor."""
+    """Return the device of the first argument that is a tensor."""
     candidates = *tensors.per_channel().values(), tensors.input
     return next((tensor.device for tensor in candidates if isinstance(tensor, Tensor)), torch.device("cpu"))

@@ -17,66 +17,68 @@ from syncbn.arguments import Options, Tensors, check
 from syncbn.kernels.interface import BackwardConfig, BackwardKernels, ForwardConfig, ForwardKernels, Layout, Needed
 from syncbn.kernels.select import fast_path_back_end
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals import PLAIN_OR_NONE, Check, any_freed, guards_work, is_wrapped, is_zero_tensor, make_guard
+from syncbn.torch_internals import PLAIN_OR_NONE, Guard, any_freed, guards_work, is_wrapped, is_zero_tensor, make_guard
 
 Value = TypeVar("Value")
 
-MAX_KEYS = 4096  # of a cache, which is emptied then
-MAX_ENTRIES_PER_KEY = 8  # kinds of tensors of one shape that may take turns: of two dtypes, with frozen weights
+MAX_KEYS = 4096  # A cache with this many keys is cleared before the next key is added.
+MAX_ENTRIES_PER_KEY = 8  # Calls of one shape may alternate, for example between two dtypes or with frozen weights.
 _is_present = partial(is_not, None)
 _IS_NESTED, _NONE = repeat("is_nested"), repeat(None)
-_facts = attrgetter("shape", "dtype", "device")  # of a tensor
+_metadata = attrgetter("shape", "dtype", "device")
 
 
 class Cache(Generic[Value]):
-    """Values that depend on a config and on the dtypes, devices, sizes and strides of tensors alone.
+    """A cache of values that depend only on a config and on the dtypes, devices, sizes and strides of tensors.
 
-    The key is the config, the shape of the first tensor and which tensors are None. A guard of each value compares the
-    rest.
+    The key is the config, the shape of the first tensor and which tensors are None. A guard compares the rest of the
+    metadata.
     """
 
-    def __init__(self, find: Callable[..., Value | None]) -> None:
-        self.find: Callable[..., Value | None] = find
-        self.entries: dict[tuple[object, ...], tuple[tuple[Check, Value], ...]] = {}
+    def __init__(self, select: Callable[..., Value | None]) -> None:
+        self.select: Callable[..., Value | None] = select
+        self.entries: dict[tuple[object, ...], tuple[tuple[Guard, Value], ...]] = {}
 
     def get(self, config: Hashable, tensors: tuple[Any, ...], *arguments: Any) -> Value | None:
-        """Return the cached value if its guard accepts the tensors, None if the memory of a tensor was freed. Else
-        return `find(tensors, *arguments)`, which is cached unless it is None.
+        """Return the cached value whose guard accepts the tensors; None if the storage of a tensor was freed. Without
+        such a value, return `select(tensors, *arguments)`, and cache the result unless it is None.
 
-        **Raises** any exception if the first tensor is not a Tensor, or the config is not hashable.
+        **Raises** any exception if the first tensor is not a Tensor, or if the config is not hashable.
         """
         present = [*filter(_is_present, tensors)]
-        # A NestedTensor has True in its key, under which nothing is cached: a guard would abort on a strided tensor.
+        # A guard for strided tensors would abort on a NestedTensor. `is_nested` keeps NestedTensors under keys of their
+        # own, which stay empty.
         key = config, tensors[0].shape, *map(getattr, tensors, _IS_NESTED, _NONE)
         for guard, value in self.entries.get(key, ()):
             if guard(*present):
-                # A guard does not see freed memory, at the address 0 or, in a view such as of a flat parameter, above.
+                # A guard does not detect freed storage. The address of a tensor in freed storage is its offset: 0, or
+                # more in a view, for example of a flat parameter.
                 may_be_freed = 0 in map(Tensor.data_ptr, present) or any(map(Tensor.storage_offset, present))
                 return None if may_be_freed and any_freed(present) else value
         for index, tensor in enumerate(tensors):
-            if tensor is not None and id(tensor) in map(id, tensors[:index]):  # no guard accepts a tensor twice
+            if tensor is not None and id(tensor) in map(id, tensors[:index]):  # A guard rejects a repeated tensor.
                 return self.get(config, (*tensors[:index], tensor.detach(), *tensors[index + 1 :]), *arguments)
-        found = self.find(tensors, *arguments)
-        if found is not None and guards_work():
+        selected = self.select(tensors, *arguments)
+        if selected is not None and guards_work():
             if len(self.entries) >= MAX_KEYS:
                 self.entries.clear()
-            self.entries[key] = ((make_guard(*present), found), *self.entries.get(key, ()))[:MAX_ENTRIES_PER_KEY]
-        return found
+            self.entries[key] = ((make_guard(*present), selected), *self.entries.get(key, ()))[:MAX_ENTRIES_PER_KEY]
+        return selected
 
 
 def _select_forward(tensors: tuple[Any, ...], options: Options) -> tuple[ForwardKernels, bool] | None:
-    """Find the kernels for a forward of plain tensors without a mask, and whether x or z must be copied first: it has
-    gaps, or z another layout or dtype than x. None if kernels cannot read the tensors at their addresses. **Raises**
-    what is wrong with the arguments."""
+    """Select the kernels for a forward of plain tensors without a mask, and return whether `make_dense` must copy x or
+    z first. Return None if kernels cannot use the tensors or options. **Raises** ValueError or TypeError if an argument
+    is invalid."""
     if options.cache_key is None or not _are_readable(tensors):
         return None
     x, z, *per_channel = tensors = Tensors._make(tensors)
     check(tensors, options, None)
-    options.normalized(tensors)
+    options.with_float_numbers(tensors)
     mean, var, counter = tensors.running_mean, tensors.running_var, tensors.counter
-    if not _are_contiguous(per_channel) or (counter is not None and _facts(counter) != ((), torch.int64, x.device)):
+    if not _are_contiguous(per_channel) or (counter is not None and _metadata(counter) != ((), torch.int64, x.device)):
         return None
-    config = forward_config(tensors, options)._replace(  # these kernels update the buffers
+    config = forward_config(tensors, options)._replace(  # Kernels of the fast path also update the buffers.
         mean_dtype=None if mean is None else mean.dtype, var_dtype=None if var is None else var.dtype,
         has_counter=counter is not None, averages=options.momentum is None and counter is not None,
     )  # fmt: skip
@@ -86,15 +88,16 @@ def _select_forward(tensors: tuple[Any, ...], options: Options) -> tuple[Forward
 
 
 def _select_backward(tensors: tuple[Any, ...], forward: ForwardConfig, needed: Needed) -> BackwardKernels | None:
-    """Find the kernels for the gradients `needed`, by dy, with the strides of x, and what a forward of this config has
-    saved: x, weight, the statistics, and y or None. None if hooks have rounded or moved what was saved."""
+    """Select the kernels that compute the gradients `needed` from dy, with the strides of x, and from the saved x,
+    weight, statistics, and y or None. Return None if kernels cannot use a tensor, for example because
+    saved_tensors_hooks have changed its dtype or device."""
     dy, x, weight, statistics, y = tensors
     if not (PLAIN_OR_NONE.issuperset(map(type, tensors)) and _are_readable(tensors)):
         return None
     channels = forward.layout.sizes[1]
-    if any(tensor is not None and _facts(tensor) != _facts(dy) for tensor in (x, y)):
+    if any(tensor is not None and _metadata(tensor) != _metadata(dy) for tensor in (x, y)):
         return None
-    if _facts(statistics) != ((num_statistics(channels, forward.masks_by_x),), torch.float64, dy.device):
+    if _metadata(statistics) != ((num_statistics(channels, forward.masks_by_x),), torch.float64, dy.device):
         return None
     if weight is not None and (weight.shape, weight.device) != ((channels,), dy.device):
         return None
@@ -105,13 +108,12 @@ def _select_backward(tensors: tuple[Any, ...], forward: ForwardConfig, needed: N
     return None if back_end is None else back_end.Backward.cached(config)
 
 
-# Forward entries are keyed by the `cache_key` of the options, backward entries by the kernels of the forward and by
-# which gradients are needed.
+# The config of a forward is the `cache_key` of its options; that of a backward is the forward kernels and `needed`.
 forward_cache, backward_cache = Cache(_select_forward), Cache(_select_backward)
 
 
 def forward_config(tensors: Tensors, options: Options) -> ForwardConfig:
-    """The config of plain arguments that have been checked, without their buffers."""
+    """Return the config for plain, checked arguments. Its fields for the buffers keep their defaults."""
     x, weight, bias = tensors.input, tensors.weight, tensors.bias
     return ForwardConfig(
         Layout.of(x, options.channel_dim), x.dtype, x.device, options.eps, bool(options.relu),
@@ -120,7 +122,7 @@ def forward_config(tensors: Tensors, options: Options) -> ForwardConfig:
 
 
 def backward_config(config: ForwardConfig, dy: Tensor, weight: Tensor | None, needed: Needed) -> BackwardConfig:
-    """The config of the gradients `needed` of x, weight, bias and residual, behind a forward of this config."""
+    """Return the config for the gradients `needed`, after a forward with `config`."""
     weight_dtype = None if weight is None else weight.dtype
     return BackwardConfig(
         config.layout, dy.dtype, dy.device, config.masks_by_x, config.masks_by_y, weight_dtype,
@@ -130,20 +132,19 @@ def backward_config(config: ForwardConfig, dy: Tensor, weight: Tensor | None, ne
 
 
 def _are_readable(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether the values of the tensors are at their addresses, and autograd can save them: an inference tensor only in
-    inference mode."""
+    """Return whether each tensor stores its values at its address, and autograd can save it (an inference tensor only
+    in inference mode)."""
     present = [tensor for tensor in tensors if tensor is not None]
-    if any(one.layout != torch.strided or one.is_neg() or is_zero_tensor(one) or is_wrapped(one) for one in present):
+    if any(t.layout != torch.strided or t.is_neg() or is_zero_tensor(t) or is_wrapped(t) for t in present):
         return False
     has_inference = any(tensor.is_inference() for tensor in present) and not torch.is_inference_mode_enabled()
     return not (has_inference or any_freed(present))
 
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:
-    """Whether kernels can read these at their addresses, in this layout."""
+    """Return whether no tensor must be copied into this layout."""
     return all(tensor is None or layout.dense(tensor) is tensor for tensor in tensors)
 
 
 def _are_contiguous(per_channel: Iterable[Tensor | None]) -> bool:
-    """Whether kernels can read these per-channel values at their addresses."""
     return all(tensor is None or tensor.is_contiguous() for tensor in per_channel)

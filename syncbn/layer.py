@@ -12,8 +12,8 @@ from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import inputs
-from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, to_float, validated_eps
-from syncbn.fallback import evaluate, prepared, raise_on_all_ranks
+from syncbn.arguments import TORCH_DIM_CHECKS, DimCheck, Options, Tensors, to_float, validated_eps
+from syncbn.fallback import evaluate, prepare, raise_on_all_ranks
 from syncbn.ranks import groups
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
 from syncbn.ranks.reduction import make_groups
@@ -23,7 +23,7 @@ from syncbn.step import train
 from syncbn.texts import quote_path
 from syncbn.torch_internals import PLAIN_CLASSES, current_backward, is_compiling
 
-NOT_KNOWN = 0  # in place of the number of ranks: a step in eager mode has not noted it
+UNKNOWN_NUM_RANKS = 0  # `_synchronised_ranks` while it is unknown whether a subclass's forward has synchronised.
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -31,47 +31,46 @@ class SyncBatchNorm(_BatchNorm):
 
         y = (x - mean) / sqrt(var + eps) * weight + bias  (+ z)  (then relu)
 
-    In training mean and var are taken per channel over every dim but the channels' and over all ranks: W ranks compute
-    what one rank would compute for the concatenated batch (Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167, with
-    apex's arguments). In evaluation the layer is F.batch_norm with the running statistics, and communicates nothing;
-    with `track_running_stats=False` it then normalises this rank's batch alone.
+    In training, mean and var are taken per channel over every dim except the channel dim, and over all ranks: W ranks
+    compute what one rank would compute for the concatenated batch (Ioffe & Szegedy 2015,
+    https://arxiv.org/abs/1502.03167; arguments as in apex). In evaluation, the layer is F.batch_norm with the running
+    statistics or, with `track_running_stats=False`, with the statistics of this rank's batch, and does not communicate.
 
-    Parameters, buffers and state_dict are those of nn.BatchNorm: weight and bias (num_features,); running_mean,
-    running_var (num_features,) and num_batches_tracked (). The running statistics are the same, bit by bit, on all
-    ranks.
+    Parameters, buffers and state_dict are those of nn.BatchNorm: weight, bias, running_mean and running_var
+    (num_features,), num_batches_tracked (). The running statistics are bit-identical on all ranks.
 
     Args:
-        num_features: channels C of the input, > 0.
-        eps: added to the variance, > 0.
-        momentum: weight of a batch in the running statistics, running = (1 - momentum) * running + momentum *
-            statistic; None for the average of all batches so far.
+        num_features: number of channels C of the input, > 0.
+        eps: constant added to the variance, > 0.
+        momentum: weight of a batch in the running statistics: running = (1 - momentum) * running + momentum *
+            statistic. With None they are the average over all batches.
         affine: learn weight and bias.
         track_running_stats: keep running statistics, and use them in evaluation.
-        process_group: the ranks to synchronise: None (the default group, looked up at each call), a ProcessGroup, or an
-            int (that many consecutive ranks per group). An int makes groups in this constructor when torch.distributed
-            is initialised, else in the first training forward, which must not be compiled: a collective of ALL ranks of
-            the default group.
-        channel_last: the channels are the last dim, not dim 1.
-        fuse_relu: apply relu to the output, in the same pass.
+        process_group: ranks to synchronise: None (the default group, looked up at each call), a ProcessGroup, or an int
+            (groups of that many consecutive ranks). Creating groups for an int is a collective over ALL ranks of the
+            default group. It happens in this constructor if torch.distributed is initialised, otherwise in the first
+            training forward, which must not be compiled.
+        channel_last: the channel dim is the last dim instead of dim 1.
+        fuse_relu: apply relu to the output, in the same pass over memory.
         bias: with `affine`, learn bias too.
-        device, dtype: of parameters and buffers.
+        device, dtype: device and dtype of parameters and buffers.
 
     Raises:
-        ValueError, TypeError: an argument outside its domain.
+        ValueError, TypeError: an argument is outside its domain.
     """
 
     channel_last: bool = False
     fuse_relu: bool = False
-    # The number of ranks that the last training step in eager mode synchronised; None before the first, 0: not known.
+    # Number of ranks that the last training step in eager mode synchronised; None before the first step.
     _synchronised_ranks: int | None = None
-    _call_site: Site | None = None  # of this layer in its group, see ranks/sites.py
-    # The class of the module that `convert_syncbn_model` converted, and the dotted name of this layer in it. Compiled
-    # graphs do not read this: Dynamo would compile each block again.
+    _call_site: Site | None = None  # The call site of this layer in its group, see ranks/sites.py.
+    # Class of the module that `convert_syncbn_model` converted, and dotted name of this layer in it. Compiled graphs do
+    # not read the name: Dynamo would guard on it and recompile each repeated block.
     _syncbn_name: tuple[str, str] | None = None
     _process_group: GroupSpec = None
-    _options: tuple[tuple[object, ...], Options | None] = (), None  # of the last call, behind what they were made from
-    # Takes the place of `train` inside a block of accumulate_running_stats.
-    _train_and_pool: Callable[[Tensors, Options, Any], tuple[Tensor, Tensor]] | None = None
+    _options: tuple[tuple[object, ...], Options | None] = (), None  # Cached options, after the values that they hold.
+    # Replaces `train` inside a block of accumulate_running_stats.
+    _train_override: Callable[[Tensors, Options, Any], tuple[Tensor, Tensor]] | None = None
 
     def __init__(
         self,
@@ -102,8 +101,8 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def process_group(self) -> ProcessGroupLike:
-        """The ranks to synchronise, as they were given; None for the default group. A ProcessGroup that was destroyed,
-        or does not exist where the layer was loaded, is shown by its ranks."""
+        """The `process_group` argument; None for the default group. If a ProcessGroup does not exist in this process,
+        because it was destroyed or the layer was loaded elsewhere, its ranks are shown instead."""
         return groups.to_user(self._process_group)
 
     @process_group.setter
@@ -111,11 +110,11 @@ class SyncBatchNorm(_BatchNorm):
         self._process_group = groups.to_spec(process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = "_synchronised_ranks", "_call_site", "_options", "_train_and_pool"  # a copy starts without these
+        left_out = "_synchronised_ranks", "_call_site", "_options", "_train_override"
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def reset_parameters(self) -> None:
-        """weight 1, bias 0, running_mean 0, running_var 1, num_batches_tracked 0."""
+        """Set weight and running_var to 1, bias, running_mean and num_batches_tracked to 0."""
         self.reset_running_stats()
         if self.weight is not None:
             nn.init.ones_(self.weight)
@@ -126,30 +125,28 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise `input`; in training over all ranks of the group, which must call their layers in the same order.
 
         Args:
-            input: (N, C, ...), or (N, ..., C) with `channel_last`; 2 or more dims, the numbered classes as in torch;
-                any N, which may differ between ranks and be 0. float16, bfloat16, float32 or float64. For a
-                NestedTensor or DTensor the error gives the lines that pass its values.
+            input: (N, C, ...), or (N, ..., C) with `channel_last`, of float16, bfloat16, float32 or float64. It has at
+                least 2 dims; SyncBatchNorm1d, 2d and 3d accept the numbers of dims of torch's classes. N may differ
+                between ranks, and may be 0. For a NestedTensor or DTensor the error shows what to pass instead.
             z: residual of the input's shape, added before the relu.
-            mask: bool, which values count, as in `functional.sync_batch_norm`.
+            mask: bool, True for each value that counts, as in `functional.sync_batch_norm`.
 
         Returns:
-            Tensor of the input's kind, shape and dtype, with the strides of nn.BatchNorm's: channels_last for such an
-            input of 4 or 5 dims, else contiguous.
+            Tensor of the input's class, shape and dtype, with the strides of nn.BatchNorm's output: channels_last if an
+            input of 4 or 5 dims is, otherwise contiguous.
 
         Raises:
-            ValueError, TypeError: a bad argument. In eager mode every rank raises: the faulty rank this error, the
-                others, on a GPU at a later call, one with the layer's name and the faulty ranks' numbers. Buffers are
-                not changed then.
+            ValueError, TypeError: an argument is invalid. In eager mode every rank raises, and no buffer is changed.
+                The errors of the other ranks, on GPUs at a later call, give the layer and the faulty ranks.
+            ValueError: there is one value per channel over all ranks, as in F.batch_norm.
+            torch.fx.proxy.TraceError: torch.fx traces the layer and cannot make it a leaf of the graph.
 
-        With no process group, or one rank, the batch is this rank's. One value per channel over all ranks is a
-        ValueError, as in F.batch_norm. In a forward inside a backward, as activation checkpointing recomputes it, the
-        running statistics do not move.
-
-        A torch.fx.Proxy makes the layer a leaf of the graph, as nn.BatchNorm is; TraceError where it cannot be one.
+        Without a process group, or with one rank, the batch is this rank's. The recompute of a forward by activation
+        checkpointing, inside a backward, does not update the running statistics.
         """
         if type(input) not in PLAIN_CLASSES and isinstance(input, Proxy):
             options = {name: tensor for name, tensor in (("z", z), ("mask", mask)) if tensor is not None}
-            return inputs.leaf(self, input.tracer, (input,), options)
+            return inputs.create_leaf(self, input.tracer, (input,), options)
         running_mean, running_var, counter = self.running_mean, self.running_var, None
         if self.training:
             counter = self.num_batches_tracked
@@ -158,7 +155,7 @@ class SyncBatchNorm(_BatchNorm):
         tensors = Tensors(input, z, self.weight, self.bias, running_mean, running_var, counter, mask)
         try:
             if self.training:
-                train_layer = train if self._train_and_pool is None else self._train_and_pool
+                train_layer = train if self._train_override is None else self._train_override
                 return train_layer(tensors, self._current_options(), self)[0]
             return evaluate(tensors, self._current_options(), self)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -166,82 +163,82 @@ class SyncBatchNorm(_BatchNorm):
             raise
 
     def _current_options(self) -> Options:
-        """The options of this layer, made anew if one has changed."""
-        check: CheckOfDims = type(self)._check_input_dim
-        if "_check_input_dim" in self.__dict__ or check not in CHECKS_OF_DIMS:
-            check = _check_by_layer
+        """Return the cached options of this layer, rebuilt if a value has changed."""
+        check: DimCheck = type(self)._check_input_dim
+        if "_check_input_dim" in self.__dict__ or check not in TORCH_DIM_CHECKS:
+            check = _check_with_user_method
         channel_dim = -1 if self.channel_last else 1
-        of_options = self.momentum, self.eps, channel_dim, self.fuse_relu, self.num_features, check, self._process_group
-        values = *of_options, self.track_running_stats
+        arguments = self.momentum, self.eps, channel_dim, self.fuse_relu, self.num_features, check, self._process_group
+        values = *arguments, self.track_running_stats
         old_values, options = self._options
         if options is None or False in map(is_, values, old_values):
-            options = Options(*of_options)
-            if not is_compiling():  # where an attribute that changes would compile a graph again
-                object.__setattr__(self, "_options", (values, options))  # a layer's __setattr__ may refuse
-                object.__setattr__(self, "_call_site", None)  # whose signature has the settings
+            options = Options(*arguments)
+            if not is_compiling():  # Dynamo would recompile the graph for an attribute that changes.
+                # The __setattr__ of a subclass may refuse. The signature of the call site depends on the settings.
+                object.__setattr__(self, "_options", (values, options))
+                object.__setattr__(self, "_call_site", None)
         return options
 
     def _replicate_for_data_parallel(self) -> Self:
-        """A replica of nn.DataParallel, which has threads but no ranks."""
+        """Return a replica for nn.DataParallel, which uses threads instead of ranks; replicas do not synchronise."""
         if self.training:
             groups.warn_in_data_parallel()
         replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         vars(replica)["_process_group"] = groups.THIS_RANK_ALONE
         return replica
 
-    __prepare_scriptable__ = inputs.refuse_script  # torch.jit.script calls it first
+    __prepare_scriptable__ = inputs.refuse_script  # torch.jit.script calls this method first.
 
     def extra_repr(self) -> str:
-        """nn.BatchNorm's line and, where they are not the default, the arguments that it does not have."""
+        """Return the text of nn.BatchNorm, and the other arguments that differ from their defaults."""
         ours = {"process_group": self._process_group, "channel_last": self.channel_last, "fuse_relu": self.fuse_relu}
         theirs: str = super().extra_repr()  # type: ignore[no-untyped-call]
         return theirs + "".join(f", {name}={value!r}" for name, value in ours.items() if value not in (None, False))
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
-        """`convert_syncbn_model` under torch's name."""
+        """Call `convert_syncbn_model`. The name is torch's."""
         from syncbn.convert import convert_syncbn_model
 
         return convert_syncbn_model(module, process_group)
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
-    """SyncBatchNorm for (N, C) or (N, C, L); it is an nn.BatchNorm1d too."""
+    """SyncBatchNorm for (N, C) or (N, C, L), and a subclass of nn.BatchNorm1d."""
 
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
-    """SyncBatchNorm for (N, C, H, W), or (N, H, W, C) with channel_last; it is an nn.BatchNorm2d too."""
+    """SyncBatchNorm for (N, C, H, W), or (N, H, W, C) with channel_last, and a subclass of nn.BatchNorm2d."""
 
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
-    """SyncBatchNorm for (N, C, D, H, W), or (N, D, H, W, C) with channel_last; it is an nn.BatchNorm3d too."""
+    """SyncBatchNorm for (N, C, D, H, W), or (N, D, H, W, C) with channel_last, and a subclass of nn.BatchNorm3d."""
 
 
-def _check_by_layer(layer: Any, input: Tensor) -> None:
-    """Calls the check of dims that a user has written."""
+def _check_with_user_method(layer: Any, input: Tensor) -> None:
+    """Call the layer's own `_check_input_dim`, which a subclass or a user has defined."""
     layer._check_input_dim(input)
 
 
 def add_name(error: Exception, layer: SyncBatchNorm) -> None:
-    """Puts the layer's name before an error of its forward, unless the error has it already.
+    """Prefix an error of the layer's forward with the layer's name, unless the text contains the name already.
 
-    Exceptions of other classes are left unchanged, and so are all exceptions in a compiled graph, which does not read
+    Only a RuntimeError, TypeError or ValueError is changed, and only outside of compiled graphs, which must not read
     the name.
     """
     if is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
         return
     _, path = layer._syncbn_name or ("", "")
     name = quote_path(path) or type(layer).__name__
-    text = str(error)  # one that begins with syncbn's name has the layers of all ranks
-    if not text.startswith("syncbn: ") and not any(
-        f"{name}{after}" in text for after in (" forward", " backward", ":")
-    ):
-        error.args = (f"{name}: {error}",)
+    text = str(error)
+    is_named = text.startswith("syncbn: ") or any(f"{name}{end}" in text for end in (" forward", " backward", ":"))
+    if not is_named:  # A text that starts with "syncbn: " names the layers of all ranks.
+        error.args = (f"{name}: {text}",)
 
 
 @contextlib.contextmanager
 def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
-    """Within, the running statistics take all batches as one, in gradient accumulation: k micro-batches x W ranks.
+    """Update the running statistics once for all batches in the block, for gradient accumulation over micro-batches.
 
         optimizer.zero_grad()
         with syncbn.accumulate_running_stats(model):
@@ -249,65 +246,66 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
                 (criterion(model(images), labels) / len(micro_batches)).backward()
         optimizer.step()
 
-    Each micro-batch is normalised by its own statistics, as its gradients go back before the next comes. At the end of
-    the block running = (1 - momentum) * running + momentum * statistic happens once, with mean and unbiased variance of
-    all values that the layer has seen in the block on all ranks of its group, and num_batches_tracked counts 1. The
-    micro-batches may differ in size, between ranks too. Issues no further collective.
+    Each micro-batch is normalised with its own statistics, because its backward runs before the next forward. At the
+    end of the block, running = (1 - momentum) * running + momentum * statistic is applied once, with the mean and the
+    unbiased variance of all values that the layer has normalised in the block on all ranks of its group, and
+    num_batches_tracked increases by 1. Micro-batches may differ in size, also between ranks. Issues no additional
+    collective.
 
     Args:
-        model: the one that is trained; its synchronised layers take part, unless they are in evaluation mode or have no
-            running statistics.
+        model: the model that is trained. The block concerns its synchronised layers that have running statistics and
+            run in training mode.
 
     Raises:
-        ValueError: there is no synchronised layer, or a layer is lazy still; in a forward, on every rank, that a
-            subclass gives F.batch_norm other running statistics than the layer's running_mean and running_var.
-        RuntimeError: inside another such block; torch.compile with fullgraph=True. (Other compiled modules break their
-            graphs at the layers inside the block.)
+        ValueError: no synchronised layer has running statistics; a layer is lazy and has not run yet; in a forward, on
+            every rank, a subclass passes F.batch_norm running statistics that are not the layer's.
+        RuntimeError: the block is inside another such block, or runs a module compiled with fullgraph=True. (The graphs
+            of other compiled modules break at the layers.)
 
-    After an exception in the block running statistics and counters are what they were before the block.
+    After an exception in the block, running statistics and counters keep their values from before the block.
     """
     pools: dict[SyncBatchNorm, _Pool] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, SyncBatchNorm) and layer.track_running_stats and layer.running_mean is not None:
             if nn.parameter.is_lazy(layer.running_mean):
-                raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward before")
-            if layer._train_and_pool is not None:
+                raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward pass first")
+            if layer._train_override is not None:
                 raise RuntimeError("accumulate_running_stats cannot run inside another accumulate_running_stats")
             pools[layer] = _Pool()
     if not pools:
         raise ValueError("no synchronised layer with running statistics: call syncbn.convert_syncbn_model(model)")
     with contextlib.ExitStack() as undo:
         for layer, pool in pools.items():
-            vars(layer)["_train_and_pool"] = pool.train
-            undo.callback(vars(layer).pop, "_train_and_pool")
-            if layer.num_batches_tracked is not None:  # which the forward of a subclass may count up itself
+            vars(layer)["_train_override"] = pool.train
+            undo.callback(vars(layer).pop, "_train_override")
+            if layer.num_batches_tracked is not None:  # The forward of a subclass may increment the counter itself.
                 undo.callback(layer.num_batches_tracked.copy_, layer.num_batches_tracked.clone())
         yield
     for layer, pool in pools.items():
         if pool.sums is not None:
             buffers = layer.running_mean, layer.running_var, layer.num_batches_tracked
-            update_buffers(*buffers, from_sums(pool.sums, eps=1.0), layer.momentum)  # the invstd is unused
+            update_buffers(*buffers, from_sums(pool.sums, eps=1.0), layer.momentum)  # `eps` changes only invstd.
 
 
 class _Pool:
-    """The float64 sums S, Q and n of all batches of a layer, (2C + 1,); None before the first batch."""
+    """The sums of all batches of a layer inside accumulate_running_stats."""
 
-    sums: Tensor | None = None
+    sums: Tensor | None = None  # float64 (2C + 1,): sum x, sum x^2 and n; None before the first batch
 
     def train(self, tensors: Tensors, options: Options, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
-        """Train the layer, and add the statistics to the pool instead of moving the running statistics. A forward that
-        activation checkpointing recomputes adds nothing."""
+        """Train the layer, and add the batch to the pool instead of updating the running statistics. The recompute of
+        activation checkpointing adds nothing."""
         running_mean = tensors.running_mean
         if running_mean is None:
             return train(tensors, options, layer)
-        if is_compiling():  # the graph breaks here
-            raise RuntimeError("compiled graphs cannot collect running statistics; compile without fullgraph=True")
+        if is_compiling():  # The exception breaks the graph here.
+            raise RuntimeError("compiled graphs cannot accumulate running statistics; compile without fullgraph=True")
         if running_mean is not layer.running_mean or tensors.running_var is not layer.running_var:
-            what = (
-                "its forward passes F.batch_norm other running statistics than the layer's running_mean and running_var"
+            error = ValueError(
+                "its forward passes F.batch_norm other running statistics than the layer's, which "
+                "accumulate_running_stats cannot update; pass self.running_mean and self.running_var"
             )
-            error = ValueError(f"{what}, which cannot be pooled; let it pass these")
-            tensors, options, reduction, _ = prepared(tensors, options, layer)
+            tensors, options, reduction, _ = prepare(tensors, options, layer)
             raise_on_all_ranks(error, tensors, options, reduction, "forward")
         y, statistics = train(tensors.without_running_stats(), options, layer)
         if current_backward() == -1:

@@ -9,11 +9,14 @@ Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shap
               grad_weight = sum dy * (x - mean) * invstd,  grad_bias = sum dy
                             (sums over this rank: DistributedDataParallel averages them)
 
-Each pass is the local sums, one all_reduce, one elementwise kernel. Kernels read and write plain tensors at their
-addresses, in eager mode, where no mode, transform or profiler watches (on a GPU a profiler may). Tensors with gaps,
-subclasses of Tensor and inputs with a mask are first made plain, dense tensors. All other calls take fallback.py: calls
-in a compiled graph; under a dispatch mode, a transform of torch.func or, on a CPU, a profiler; with a momentum in a
-tensor, a weight or buffer with gaps, other unusual options or a bad argument; and calls on machines without kernels.
+Each pass computes local sums, issues one all_reduce and runs one elementwise kernel. Kernels access plain, dense
+tensors at their addresses. Tensor subclasses are unwrapped first, masked values are set to 0, and an input or residual
+that is not non-overlapping and dense is copied. fallback.py runs every other call:
+
+- inside a compiled graph; while a dispatch mode, a transform of torch.func or, on a CPU, a profiler is active;
+- with a momentum in a tensor, a non-contiguous weight, bias or buffer, a subclass that defines __torch_dispatch__, an
+  option of an unusual type, or a bad argument;
+- on a device for which there are no kernels.
 """
 
 from typing import Any
@@ -23,28 +26,28 @@ from torch import Tensor
 
 from syncbn import fallback
 from syncbn.arguments import Options, Tensors, require_two_values
-from syncbn.inputs import Wrap, make_dense, unwrap_and_mask
+from syncbn.inputs import OutputWrapper, make_dense, unwrap_and_mask
 from syncbn.kernel_cache import backward_cache, forward_cache
 from syncbn.kernels.interface import ForwardKernels
 from syncbn.ranks.reduction import Reduction, eager_reduction
 from syncbn.ranks.sites import Caller
-from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, keeps_graph, recorded
+from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, keeps_graph, profiler_range
 
 
-def train(tensors: Tensors, options: Options, caller: Caller, in_range: bool = False) -> tuple[Tensor, Tensor]:
-    """Return y, and the statistics of all ranks, packed as in statistics.py. `caller` is a layer or a `FunctionCaller`.
+def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range: bool = False) -> tuple[Tensor, Tensor]:
+    """Return y, and the statistics over all ranks, packed as in statistics.py. `caller` is a layer or `FunctionCaller`.
 
-    The running statistics are updated, and the counter counts. `in_range`: the range of a profiler is open. **Raises**
-    an error in the arguments of any rank on every rank, see `raise_on_all_ranks`.
+    Updates the running statistics and the counter. `in_profiler_range` is True once the profiler's range for this call
+    is open. **Raises** on every rank if the arguments of any rank are invalid; see `raise_on_all_ranks`.
     """
-    if not (in_range or is_eager()):
+    if not (in_profiler_range or is_eager()):
         if not is_eager(tensors.input):
             return fallback.train(tensors, options, caller)
-        with recorded("syncbn.forward"):
-            return train(tensors, options, caller, in_range=True)
-    if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
+        with profiler_range("syncbn.forward"):
+            return train(tensors, options, caller, in_profiler_range=True)
+    if current_backward() != -1:  # Activation checkpointing recomputes a forward that has updated the statistics.
         tensors = tensors.without_running_stats()
-    wrap: Wrap | None = None
+    wrap: OutputWrapper | None = None
     try:
         if tensors.mask is not None or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
             tensors, options, wrap = unwrap_and_mask(tensors, options)
@@ -59,38 +62,38 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_range: bool = F
 
     x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
     reduction = eager_reduction(options.process_group, caller, x.dtype)
-    is_complete = reduction.group is None and num_values is None  # nothing is added to the sums of this rank
-    kernels = kernels.for_single_rank if is_complete else kernels
+    single_rank = reduction.group is None and num_values is None  # The local sums are the total, unchanged.
+    kernels = kernels.for_single_rank if single_rank else kernels
     outer, num_channels, inner = kernels.config.layout.sizes
     try:
         status_words = reduction.status_words("forward", x.device) if x.is_cuda else None
         sums = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], status_words)
-        if num_values is not None:  # a mask has set the other values to 0; n follows sum x and sum x^2
+        if num_values is not None:  # Masked values are 0 in the sums, but the kernel has counted them in n.
             sums[2 * num_channels] = num_values
-    except Exception as error:  # of whatever class, as kernels may be compiled here
+    except Exception as error:  # The class varies, because this call may compile kernels.
         fallback.raise_on_all_ranks(error, tensors, options, reduction, "forward")
     total = reduction.all_reduce(sums, "forward", status_words)
-    if outer * inner < 2 or num_values is not None:  # else this rank alone has two values
-        require_two_values(outer * inner if is_complete else total[2 * num_channels], x)
-    momentum: Any = options.momentum  # not a tensor: a tensor has no kernels
+    if outer * inner < 2 or num_values is not None:  # Otherwise this rank has two or more values per channel.
+        require_two_values(outer * inner if single_rank else total[2 * num_channels], x)
+    momentum: Any = options.momentum  # A number or None: `forward_cache` has no kernels for a tensor.
     buffers = running_mean, running_var, counter
     y, statistics, is_finite = kernels.forward_outputs((x, weight, bias, z), total, buffers, momentum, status_words)
-    if not is_finite:
-        reduction.warn_unless_finite(kernels.forward_sums(x))  # again, as an all_reduce may have overwritten them
-    if caller._synchronised_ranks != reduction.num_ranks:
-        object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
+    if not is_finite:  # The all_reduce may have overwritten the local sums, so they are computed again.
+        reduction.warn_unless_finite(kernels.forward_sums(x))
+    if caller._synchronised_ranks != reduction.num_ranks:  # A layer's own __setattr__ may refuse the attribute.
+        object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)
     y = _apply(x, weight, bias, z, (y, statistics, kernels, reduction))
     return y if wrap is None else wrap(y), statistics
 
 
 class _Step(torch.autograd.Function):
-    """(x, weight, bias, residual, computed) -> y: holds the backward.
+    """(x, weight, bias, residual, computed) -> y. The forward returns the y in `computed`; the backward differentiates.
 
-    `computed` hides y and the statistics in a tuple: autograd treats bare tensor arguments as inputs.
+    `computed` is a tuple because autograd treats tensors that are arguments themselves as inputs.
 
     Saved for backward: x, weight, the statistics, and y when relu is fused after a residual. Collectives: one
     all_reduce each way, see ranks/reduction.py; none for one rank. Backward issues its all_reduce whatever
-    needs_input_grad is: another rank may need the sums.
+    needs_input_grad is, because another rank may need the sums.
     """
 
     @staticmethod
@@ -105,21 +108,21 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        reduction, forward, kernels = ctx.reduction, ctx.kernels.config, None
+        reduction, forward_config, kernels = ctx.reduction, ctx.kernels.config, None
         needed = _, _, _, needs_residual = ctx.needs_input_grad[:4]
         try:
-            x, _, _, y = saved = ctx.saved_tensors  # calls hooks of users and activation checkpointing
-            # A profiler shows the range of this node, _StepBackward.
+            x, _, _, y = saved = ctx.saved_tensors  # This runs saved_tensors_hooks and activation checkpointing.
+            # A profiler shows this node as _StepBackward, so no range is opened.
             if is_eager(dy) and not torch.is_grad_enabled():
                 if dy.stride() != x.stride():
-                    dy = forward.layout.dense(dy)
-                kernels = backward_cache.get((ctx.kernels, needed), (dy, *saved), forward, needed)
+                    dy = forward_config.layout.dense(dy)
+                kernels = backward_cache.get((ctx.kernels, needed), (dy, *saved), forward_config, needed)
             if kernels is None:
-                return *fallback.gradients(forward, dy, saved, needed, reduction), None
+                return *fallback.gradients(forward_config, dy, saved, needed, reduction), None
 
             status_words = reduction.status_words("backward", x.device) if x.is_cuda else None
             signature = reduction.signatures["backward", x.dtype]
-            sums, *of_parameters = kernels.backward_sums(dy, saved, signature, reduction.forward_total)
+            sums, *parameter_grads = kernels.backward_sums(dy, saved, signature, reduction.forward_total)
         except Exception as error:
             reduction.record_error(error)
             raise
@@ -127,7 +130,7 @@ class _Step(torch.autograd.Function):
         if reduction.forward_total is not None and not keeps_graph():
             reduction.forward_total = None
         grad_x, grad_residual = kernels.backward_outputs(dy, saved, total, status_words)
-        return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None
+        return grad_x, *parameter_grads, dy if needs_residual and y is None else grad_residual, None
 
 
 _apply = direct_apply(_Step)

@@ -24,7 +24,7 @@ from syncbn.unconverted import unsynchronised
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 LEARNING_RATE = 0.01
-LINES = 10  # tensors that an error names
+MAX_LINES = 10  # tensors that an error names
 START_METHOD = "spawn"  # the ranks get the environment of this process and none of its state
 
 Batch: TypeAlias = Sequence[Tensor]  # the model's input, and what else the loss takes
@@ -116,12 +116,12 @@ def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()
-    reference, do_more = copy.deepcopy(model), _layers_that_do_more(model)
+    reference, irreplaceable = copy.deepcopy(model), _irreplaceable_layers(model)
     slices = [tensor.tensor_split(size)[rank] for tensor in batch]
     share = len(slices[0]) * size / len(batch[0])  # makes the mean over ranks the mean over samples
     on_ranks = _train(data_parallel, slices, loss_fn, steps, share)
     for name, layer in reference.named_modules():
-        if isinstance(layer, SyncBatchNorm) and model.get_submodule(name) not in do_more:
+        if isinstance(layer, SyncBatchNorm) and model.get_submodule(name) not in irreplaceable:
             revert_syncbn_model(layer)
         if isinstance(layer, (nn.SyncBatchNorm, SyncBatchNorm)):
             convert_syncbn_model(layer, 1)
@@ -141,7 +141,7 @@ def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -
         pairs.append(("parameter", name, parameter, expected_parameter))
     for (name, buffer), expected in zip(model.named_buffers(), reference.buffers(), strict=True):
         pairs.append(("buffer", name, buffer, expected))
-    return _compared(pairs, world), model
+    return _compare(pairs, world), model
 
 
 def unequal(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -173,7 +173,7 @@ def _train(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int, share: flo
     return results
 
 
-def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessGroup | None) -> list[Difference]:
+def _compare(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessGroup | None) -> list[Difference]:
     measured = []  # error and scale of each pair
     for *_, actual, expected in pairs:
         both = torch.stack((actual.detach().double() - expected.detach().double(), expected.detach().double()))
@@ -187,19 +187,19 @@ def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessG
     return [row._replace(scale=scales[row.what]) for row in rows]
 
 
-def _layers_that_do_more(model: nn.Module) -> set[nn.Module]:
+def _irreplaceable_layers(model: nn.Module) -> set[nn.Module]:
     """The layers that nn.BatchNorm cannot replace. The set grows while the model runs, by the layers that are called
     with a mask or a residual."""
     layers = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
-    do_more: set[nn.Module] = {layer for layer in layers if layer.fuse_relu or layer.channel_last}
+    irreplaceable: set[nn.Module] = {layer for layer in layers if layer.fuse_relu or layer.channel_last}
 
     def note(layer: nn.Module, args: Sized, kwargs: Sized) -> None:
         if len(args) + len(kwargs) > 1:
-            do_more.add(layer)
+            irreplaceable.add(layer)
 
     for layer in layers:
         layer.register_forward_pre_hook(note, with_kwargs=True)
-    return do_more
+    return irreplaceable
 
 
 def _run_rank(rank: int, world_size: int, port: int, timeout: float, training: tuple[Any, ...]) -> None:
@@ -235,11 +235,13 @@ def _report(bad: list[Difference], rows: list[Difference], local: list[str], wor
         f"{len(bad)} of {len(rows)} tensors on {world_size} ranks are not those of one process with the whole batch "
         f"(allowed is {allowed:g} of the largest of their kind):"
     ]
-    lines += [f"{it.what} {it.name}: {it.error:.3g} apart, {it.relative:.3g} of {it.scale:.3g}" for it in bad[:LINES]]
-    if len(bad) > LINES:
-        lines.append(f"and {len(bad) - LINES} more")
+    lines += [
+        f"{it.what} {it.name}: {it.error:.3g} apart, {it.relative:.3g} of {it.scale:.3g}" for it in bad[:MAX_LINES]
+    ]
+    if len(bad) > MAX_LINES:
+        lines.append(f"and {len(bad) - MAX_LINES} more")
     if local:
-        names = ", ".join(map(repr, local[:LINES]))
+        names = ", ".join(map(repr, local[:MAX_LINES]))
         remedy = "call syncbn.convert_syncbn_model(model), whose warning says what it leaves and why"
         lines.append(f"Layers that are not synchronised: {names}; {remedy}")
     in_first_step = {difference.what: difference in bad for difference in rows if difference.name == "of step 1"}

@@ -40,7 +40,7 @@ PLAIN_OR_NONE = {*PLAIN_CLASSES, type(None)}
 _included_keys = torch._C._dispatch_tls_local_include_set
 _Key = torch._C.DispatchKey
 # Every thread includes these, outside of inference mode.
-_USUAL_KEYS: int = torch._C.DispatchKeySet(_Key.BackendSelect).add(_Key.ADInplaceOrView).raw_repr()
+_DEFAULT_KEYS: int = torch._C.DispatchKeySet(_Key.BackendSelect).add(_Key.ADInplaceOrView).raw_repr()
 
 
 def constant_in_graphs(function: Function) -> Function:
@@ -72,7 +72,7 @@ def is_eager(x: object = None) -> bool:
     """
     return not (
         torch.compiler.is_dynamo_compiling()
-        or _included_keys().raw_repr() & ~_USUAL_KEYS
+        or _included_keys().raw_repr() & ~_DEFAULT_KEYS
         or (profiler._is_profiler_enabled and not getattr(x, "is_cuda", False))
         or forward_ad._current_level >= 0
     )
@@ -98,7 +98,7 @@ def inside_vmap() -> bool:
     return any(level.key().name == "Vmap" for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
-def recorded(name: str) -> contextlib.AbstractContextManager[object]:
+def profiler_range(name: str) -> contextlib.AbstractContextManager[object]:
     """A profiler's range of this name while one records."""
     return torch.profiler.record_function(name) if profiler_enabled() else contextlib.nullcontext()
 
@@ -116,7 +116,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 # Tensors, autograd, and guards that compare tensors with earlier ones in C++.
 
-Check: TypeAlias = Callable[..., bool]
+Guard: TypeAlias = Callable[..., bool]
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 # Whether the tensor stands for a stack of gradients; is_grads_batched=True makes it, by another vmap than torch.func's.
@@ -181,11 +181,11 @@ def require_storage(tensors: Sequence[Tensor]) -> None:
         raise RuntimeError("the storage of a tensor was freed (resized to 0 bytes); give it memory before the call")
 
 
-def make_guard(*tensors: Tensor | None) -> Check:
+def make_guard(*tensors: Tensor | None) -> Guard:
     """Tells in 1 us whether as many tensors have the classes, dispatch keys (inference, negative, ...), dtypes,
     devices, requires_grad, sizes and strides of these. False where autocast or inference mode differs, and for a tensor
     that comes twice. It does not see freed memory."""
-    check: Check = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    check: Guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     if not torch.is_inference_mode_enabled():
         return check
     # Inside inference mode a normal tensor has the dispatch keys that an inference tensor has outside.
@@ -199,10 +199,10 @@ def guards_work() -> bool:
     try:
         x = torch.ones(2, 3, device="cpu")
         with torch.inference_mode():
-            of_inference = x.clone()
+            inference_tensor = x.clone()
         others = [
             x.double(), x.t(), x[:1], torch.ones(3, 2, device="cpu").t(), torch.nn.Parameter(x, requires_grad=False),
-            x.clone().requires_grad_(), torch._neg_view(x), torch._efficientzerotensor(x.shape), of_inference, None,
+            x.clone().requires_grad_(), torch._neg_view(x), torch._efficientzerotensor(x.shape), inference_tensor, None,
         ]  # fmt: skip
         check = make_guard(x, x.clone())
         return check(x.clone(), x) and not any(check(x, other) for other in others)
@@ -233,14 +233,14 @@ def all_reduce_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     https://github.com/pytorch/pytorch/blob/main/torch/distributed/_functional_collectives.py
     """
     operators = torch.ops._c10d_functional
-    return operators.wait_tensor(operators.all_reduce(tensor, "sum", name_of(group)))  # type: ignore[no-any-return]
+    return operators.wait_tensor(operators.all_reduce(tensor, "sum", registered_name(group)))  # type: ignore[no-any-return]
 
 
 def all_to_all_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """What the ranks send to this one, by an operator as above: of `tensor` each rank gets an equal part."""
     operators, num_ranks = torch.ops._c10d_functional, group.size()
     lengths = [len(tensor) // num_ranks] * num_ranks
-    received = operators.all_to_all_single(tensor, lengths, lengths, name_of(group))
+    received = operators.all_to_all_single(tensor, lengths, lengths, registered_name(group))
     return operators.wait_tensor(received)  # type: ignore[no-any-return]
 
 
@@ -254,7 +254,7 @@ def is_pipeline_stage(candidate: object) -> bool:
     return pipelining is not None and isinstance(candidate, pipelining._PipelineStageBase)
 
 
-def ddp_that_broadcasts(buffer: Tensor | None) -> nn.parallel.DistributedDataParallel | None:
+def broadcasting_ddp(buffer: Tensor | None) -> nn.parallel.DistributedDataParallel | None:
     """The DistributedDataParallel in whose forward this call is, if it broadcasts the buffer to its ranks; None also if
     a hook of the user's replaces the broadcast."""
     ddp = nn.parallel.DistributedDataParallel._active_ddp_module
@@ -273,22 +273,22 @@ def existing_groups() -> Collection[dist.ProcessGroup]:
     return dist.distributed_c10d._world.pg_map.keys()
 
 
-def name_of(group: dist.ProcessGroup) -> str:
+def registered_name(group: dist.ProcessGroup) -> str:
     """The name in torch's registry. `group.group_name` raises for a group that is written in Python, unless its class
     overrides getGroupName."""
     return dist.distributed_c10d._get_process_group_name(group)
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long its collectives wait. (torch gives a new group 10 or 30 minutes, whatever the default group has.)"""
     try:
-        options = getattr(group._get_backend(device_of(group)), "options", None)  # torch's fake backend has none
+        options = getattr(group._get_backend(group_device(group)), "options", None)  # torch's fake backend has none
     except RuntimeError:  # a group that is written in Python has no backend
         options = None
     return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
 
 
-def device_of(group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> torch.device:
+def group_device(group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> torch.device:
     """The device of tensors that the group sends and the host reads: the CPU, or this rank's GPU if the group has no
     backend for CPUs."""
     # Not by its get_backend, which may be "undefined" or "cuda:nccl".
@@ -298,7 +298,7 @@ def device_of(group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> torch.devic
     return group.bound_device_id or torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def stream_of(device: torch.device) -> int | None:
+def stream_handle(device: torch.device) -> int | None:
     """The current stream of this GPU; None while it captures a CUDA graph. 0 for a CPU."""
     if device.type == "cpu":
         return 0

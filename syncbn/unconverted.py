@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn import kernels
 from syncbn.arguments import layer_channels
 from syncbn.kernels.interface import TRAILER_ELEMENTS
-from syncbn.layer import NOT_KNOWN, SyncBatchNorm
+from syncbn.layer import UNKNOWN_NUM_RANKS, SyncBatchNorm
 from syncbn.ranks import groups
 from syncbn.texts import quote_path
 from syncbn.torch_internals import is_compiled
@@ -26,19 +26,23 @@ from syncbn.torch_internals import is_compiled
 ADDED_ATTRIBUTES = "process_group", "_original_class", *SyncBatchNorm.__annotations__
 
 # What to do about a layer; `_remedy` has more.
-CONVERT = "call syncbn.convert_syncbn_model(model)"
-BY_ITSELF = "may normalise by its batch; if so, let its forward call syncbn.functional.sync_batch_norm"
+CONVERTIBLE = "call syncbn.convert_syncbn_model(model)"
+CUSTOM = "may normalise by its batch; if so, let its forward call syncbn.functional.sync_batch_norm"
 EXPORTED = "a part of a scripted or exported model, convert before torch.jit or torch.export"
-CALLS = "may normalise by its batch, by F.batch_norm; if so, call syncbn.functional.sync_batch_norm in its place"
+CALLS_FUNCTION = (
+    "may normalise by its batch, by F.batch_norm; if so, call syncbn.functional.sync_batch_norm in its place"
+)
 UNREGISTERED = "keeps batch norm in a plain list or dict, where no conversion finds it; use nn.ModuleList or ModuleDict"
-HIDDEN = "a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a subclass"
+OVERRIDDEN = (
+    "a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a subclass"
+)
 
 MAX_NAMED = 3  # layers of a class that are named
 MAX_INSPECTED = 100  # elements of a list or dict: it may hold a data set
 PREFIXES = "", "F.", "functional.", "nn.functional.", "torch.nn.functional.", "torch."  # of a call of batch_norm
-TRAINING = 5  # the position of the argument `training` of F.batch_norm and torch.batch_norm
+TRAINING_INDEX = 5  # the position of the argument `training` of F.batch_norm and torch.batch_norm
 # Raised for a method that has no source or wraps itself, and for source that is incomplete or nested too deeply.
-UNREADABLE = OSError, SyntaxError, TokenError, ValueError, RecursionError, MemoryError
+SOURCE_ERRORS = OSError, SyntaxError, TokenError, ValueError, RecursionError, MemoryError
 
 BYTES_PER_ELEMENT = 8  # float64
 BY_TORCH = "synchronised by torch's nn.SyncBatchNorm, on GPUs alone"
@@ -70,10 +74,14 @@ def unsynchronised(model: nn.Module) -> list[LocalLayer]:
     layers: list[LocalLayer] = []
     for name, module in model.named_modules():
         remedy = _remedy(module)
-        if remedy in (None, BY_ITSELF) and not isinstance(module, SyncBatchNorm):
+        if remedy in (None, CUSTOM) and not isinstance(module, SyncBatchNorm):
             if type(module) in calling:
-                remedy = CALLS
-            elif any(_remedy(part) == CONVERT and part.training for part in _in_lists(module) if part not in modules):
+                remedy = CALLS_FUNCTION
+            elif any(
+                _remedy(part) == CONVERTIBLE and part.training
+                for part in _unregistered_modules(module)
+                if part not in modules
+            ):
                 remedy = UNREGISTERED
         if remedy is not None:
             layers.append(LocalLayer(name, module, remedy))
@@ -98,7 +106,7 @@ def _calls_in_training(method: Any) -> bool:
         # textwrap.dedent would leave a method indented if a comment in it is not.
         source = textwrap.indent(inspect.getsource(function), " ")
         return any(map(_is_call_in_training, ast.walk(ast.parse(f"if True:\n{source}"))))
-    except UNREADABLE:
+    except SOURCE_ERRORS:
         return False
 
 
@@ -110,12 +118,14 @@ def _names_batch_norm(code: CodeType) -> bool:
 def _is_call_in_training(node: ast.AST) -> bool:
     if not (isinstance(node, ast.Call) and ast.unparse(node.func) in [f"{prefix}batch_norm" for prefix in PREFIXES]):
         return False
-    given = [value for place, value in enumerate(node.args) if place == TRAINING or isinstance(value, ast.Starred)]
+    given = [
+        value for place, value in enumerate(node.args) if place == TRAINING_INDEX or isinstance(value, ast.Starred)
+    ]
     given += [keyword.value for keyword in node.keywords if keyword.arg in ("training", None)]
     return any(ast.unparse(value) != "False" for value in given)
 
 
-def _in_lists(module: nn.Module) -> list[nn.Module]:
+def _unregistered_modules(module: nn.Module) -> list[nn.Module]:
     """The modules in the lists, tuples and dicts that are attributes of `module`, and all modules within those, without
     nn.SyncBatchNorm."""
     # Not of a subclass of dict, in which Lightning copies a module's arguments.
@@ -136,7 +146,7 @@ def _remedy(module: nn.Module) -> str | None:
         # A module whose weight is a buffer too is a frozen batch norm, which needs no synchronisation.
         if not {"running_mean", "running_var"} & buffers or "weight" in buffers:
             return None
-        return EXPORTED if type(module).__module__.startswith("torch.") else BY_ITSELF
+        return EXPORTED if type(module).__module__.startswith("torch.") else CUSTOM
     original = unparametrized_class(module)
     if original is not nn.SyncBatchNorm:
         if issubclass(original, nn.SyncBatchNorm):
@@ -144,20 +154,20 @@ def _remedy(module: nn.Module) -> str | None:
         taken = [name for name in ADDED_ATTRIBUTES if hasattr(module, name)]
         if taken:
             return f"has attributes that ours need, rename {', '.join(taken)}"
-    return HIDDEN if "forward" in vars(module) else CONVERT
+    return OVERRIDDEN if "forward" in vars(module) else CONVERTIBLE
 
 
-def description(layers: list[LocalLayer]) -> str:
+def describe_layers(layers: list[LocalLayer]) -> str:
     """For each class and remedy: how many layers there are, the names of the first, and the remedy."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, layer, remedy in layers:
         names.setdefault((unparametrized_class(layer).__name__, remedy), []).append(name)
     return "; ".join(
-        f"{len(of_class)} {kind} ({first_names(of_class)}): {remedy}" for (kind, remedy), of_class in names.items()
+        f"{len(group)} {kind} ({shorten_names(group)}): {remedy}" for (kind, remedy), group in names.items()
     )
 
 
-def first_names(names: list[str]) -> str:
+def shorten_names(names: list[str]) -> str:
     """The first of these layers' names, with "..." for the others."""
     return ", ".join(
         [quote_path(name) or "the model" for name in names[:MAX_NAMED]] + ["..."] * (len(names) > MAX_NAMED)
@@ -209,10 +219,10 @@ def summary(model: nn.Module) -> Summary:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
     rows = Summary(_row(name or "(the model)", layer, layer in compiled) for name, layer in layers.items())
     # A layer that normalises by itself may call ours, and a frozen layer normalises by its running statistics.
-    others = [row for row in unsynchronised(model) if not rows or (row.remedy != BY_ITSELF and row.layer.training)]
+    others = [row for row in unsynchronised(model) if not rows or (row.remedy != CUSTOM and row.layer.training)]
     local = [row for row in others if not isinstance(row.layer, nn.SyncBatchNorm)]
     parts = ("not synchronised", local), (BY_TORCH, [row for row in others if row not in local])
-    rows.others = tuple(f"{what}: {description(part)}" for what, part in parts if part)
+    rows.others = tuple(f"{what}: {describe_layers(part)}" for what, part in parts if part)
     return rows
 
 
@@ -231,7 +241,7 @@ def _last_eager_step(layer: SyncBatchNorm) -> str:
     if num_ranks is None:
         has_trained = counter is not None and not counter.is_meta and int(counter) > 0
         return "not known" if has_trained else "none yet"
-    if num_ranks == NOT_KNOWN:
+    if num_ranks == UNKNOWN_NUM_RANKS:
         return "not known"
     return "not synchronised" if num_ranks == 1 else f"synchronised over {num_ranks} ranks"
 

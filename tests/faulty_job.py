@@ -104,7 +104,8 @@ def before_step(model: nn.Sequential) -> None:
         for call in calls:
             call.result()
     if FAULT == "members":
-        model.body.bn1.process_group = dist.new_group(list(range(RANKS - (not AT_FAULT))), timeout=TIMEOUT)
+        timeout = timedelta(seconds=1) if AT_FAULT else TIMEOUT  # of five attempts to connect
+        model.body.bn1.process_group = dist.new_group(list(range(RANKS - (not AT_FAULT))), timeout=timeout)
     if FAULT == "sizes of groups":
         model.body.bn1.process_group = 2 if AT_FAULT else RANKS
     if FAULT == "a group on one rank alone" and AT_FAULT:

@@ -1,5 +1,5 @@
 """What test_lightning.py starts: a fit on as many CPU processes as are asked for, each with its part of one batch. On
-several the model has the `configure_model` of docs/lightning_accelerate.md.
+several the model has the `configure_model` of docs/works_with.md.
 
 python tests/lightning_job.py DEVICES ddp|fsdp2 FOLDER
 """
@@ -19,7 +19,7 @@ import syncbn
 
 BATCH = 8
 DEVICES, STRATEGY, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-GUIDE = (Path(__file__).parents[1] / "docs" / "lightning_accelerate.md").read_text()
+GUIDE = (Path(__file__).parents[1] / "docs" / "works_with.md").read_text()
 
 
 class Net(LightningModule):

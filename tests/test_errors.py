@@ -154,7 +154,7 @@ def compiled(x: Tensor, **options: object) -> object:
 
 ON_GPU: dict[str, Callable[[Tensor], object]] = {
     "a layer": lambda x: layer()(x),
-    "the general road": lambda x: layer(momentum=torch.tensor(0.1))(x),
+    "the fallback": lambda x: layer(momentum=torch.tensor(0.1))(x),
     "a function": lambda x: function(input=x),
 }
 ANYWHERE: dict[str, Callable[[Tensor], object]] = {

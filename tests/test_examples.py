@@ -71,18 +71,8 @@ def test_accelerate(tmp_path: Path) -> None:
     """Two processes that `accelerate launch` starts train as one."""
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install syncbn[accelerate])")
     settings = ("--epochs", 1, "--batch", 50, "--learning-rate", 0.04, "--cpu", "--output")
-    options = (
-        "--multi_gpu",
-        "--num_processes",
-        2,
-        "--num_machines",
-        1,
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    )
-    launch = (sys.executable, "-m", "accelerate.commands.launch", *options)
+    two = "--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no"
+    launch = sys.executable, "-m", "accelerate.commands.launch", *two
     run_script(EXAMPLES / "accelerate_digits.py", *settings, tmp_path / "one.json")
     run(*launch, EXAMPLES / "accelerate_digits.py", *settings, tmp_path / "two.json")
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))

@@ -102,27 +102,11 @@ def test_all_launches_compile(
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_running_stats_are_rounded_as_by_torch(capability: int) -> None:
-    """No product is fused with a sum: a rank on the general road has each rounded."""
+    """No product is fused with a sum: a rank in the fallback has each rounded."""
     launches = launches_of_a_step(capability, torch.empty((64, 64, 49), device="meta"), torch.float32)
     (launch,) = [one for one in launches["forward_outputs"] if one.metadata.name == "forward_channels"]
     operations = {*re.findall(r"\b(fma\S*|mul\S*|add\S*|sub\S*)\.f64", launch.assembly())}
     assert operations == {"mul.rn", "add.rn", "sub.rn"}  # without .rn the assembler may fuse
-
-
-def test_maps_load_coefficients_of_four_channels_at_once() -> None:
-    """One by one they were half of all sectors that a map reads in channels last."""
-    launches = launches_of_a_step(90, torch.empty(6272, 512, device="meta"), torch.float32, residual=False)
-    for function in ("forward_outputs", "backward_outputs"):
-        loads = re.findall(r"ld\.global\S*", gpu_static.over_whole_tensor(launches[function]).assembly())
-        assert {*loads} == {"ld.global.v4.b32"}, function
-
-
-def test_sums_over_rows_access_shared_memory_rarely() -> None:
-    """By tl.sum(values, 0) it was 58 and 34 times a thread, with conflicts of banks, which nothing here counts."""
-    launches = launches_of_a_step(90, torch.empty(6272, 512, device="meta"), torch.float32, residual=False)
-    for function, most in (("forward_sums", 40), ("backward_sums", 24)):
-        assembly = gpu_static.over_whole_tensor(launches[function]).assembly()
-        assert len(re.findall(r"(?:ld|st)\.shared", assembly)) <= most, function
 
 
 @pytest.mark.parametrize("sizes", [(2**31 - 1, 1, 1), (1, 1, 2**31 + 5), (2**17, 2**10, 2**6)], ids=str)
@@ -135,7 +119,7 @@ def test_more_values_than_an_int32_counts(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("number", [2, 3, 5, 7, 49, 98, 784, 12544, 2**20, 2**30 + 1])
 def test_division(number: int) -> None:
-    multiplier, shift = gpu._division(number)
+    multiplier, shift = gpu._magic_division(number)
     assert -(2**31) <= multiplier < 2**31
     for n in (0, 1, number - 1, number, number + 1, 12345 * number - 1, 12345 * number, 2**31 - 1):
         assert n >= 2**31 or (n * (multiplier % 2**32) >> 32) >> shift == n // number

@@ -16,8 +16,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 import syncbn
-from syncbn import fallback
-from syncbn.kernels import cpu, inductor, operators, reference
+from syncbn.kernels import cpu
 from syncbn.ranks import reduction
 
 pytestmark = [
@@ -32,28 +31,6 @@ def as_of_several_ranks(request: pytest.FixtureRequest, group_of_one: Any, monke
     """One rank would be torch's F.batch_norm."""
     if "torch_func" not in request.node.name:
         monkeypatch.setattr(reduction, "graph_reduction", lambda spec: reduction.GraphReduction(group_of_one))
-
-
-def maps(code: str) -> list[str]:
-    """The loops over the whole tensor, of which each is a block of its own, that add nothing up."""
-    blocks = re.findall(r"^    \{\n(.*?)^    \}", code, re.MULTILINE | re.DOTALL)
-    return [block for block in blocks if block.count("for(int64_t") >= 2 and "tmp_acc" not in block]
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_maps_compute_nothing_in_float64(memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, the channels' mathematics for each element would take several times as long as the memory."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(fallback, "fallback_back_end", lambda kind, *tensors: reference)
-    x = torch.randn(4, 16, 12, 12).to(memory_format=memory_format).requires_grad_()
-    layer = torch.compile(syncbn.SyncBatchNorm2d(16), fullgraph=True)
-    _, codes = run_and_get_code(lambda: layer(x).backward(torch.ones_like(x)))
-    assert len(codes) == 2  # forward and backward
-    for code in codes:
-        assert "double" in code  # in the sums
-        assert maps(code)
-        for loop in maps(code):
-            assert "double" not in loop, loop
 
 
 needs_torch_213 = pytest.mark.skipif(
@@ -71,36 +48,23 @@ def without_caches(**options: object) -> Iterator[None]:
 
 @needs_torch_213
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize(("is_forced", "is_padded"), [(False, False), (False, True), (True, True)])
-def test_no_input_of_an_operator_is_copied(
-    memory_format: torch.memory_format, is_forced: bool, is_padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither by generated code nor by the operator, if Inductor makes convolutions channels last (`is_forced`) and
-    leaves gaps between channels (`is_padded`), as it does on GPUs, or leaves all as it is. Operators with
-    torch.Tag.flexible_layout copied each dy that had gaps, and that of the pooling: twice, as two operators read it."""
-    copied, prepare = [], operators._prepared
-
-    def prepared(x: Tensor, *options: Any, **tensors: Tensor | None) -> Any:
-        layout, results = prepare(x, *options, **tensors)
-        given = {"x": x, **tensors}
-        copied.extend(name for name, result in zip(given, results, strict=True) if result is not given[name])
-        return layout, results
-
-    monkeypatch.setattr(operators, "_prepared", prepared)
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_generated_code_copies_no_input_of_an_operator(memory_format: torch.memory_format, is_forced: bool) -> None:
+    """Also if Inductor makes convolutions channels last and leaves gaps between channels, as it does on GPUs. Operators
+    with torch.Tag.flexible_layout copied each dy that had gaps, and that of the pooling: twice, as two operators read
+    it."""
     torch.manual_seed(0)
     first = nn.Conv2d(3, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.ReLU()
     second = nn.Conv2d(8, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.Hardswish(), nn.Conv2d(8, 4, 3, bias=False)
     model = nn.Sequential(*first, *second, syncbn.SyncBatchNorm2d(4), nn.AdaptiveAvgPool2d(1))
-    model = model.to(memory_format=memory_format)
-    x, eager = torch.randn(2, 3, 12, 12).to(memory_format=memory_format), copy.deepcopy(model)
+    model, x = (one.to(memory_format=memory_format) for one in (model, torch.randn(2, 3, 12, 12)))
+    eager = copy.deepcopy(model)
     layout = {"layout_optimization": is_forced, "force_layout_optimization": is_forced}
-    gaps = {"comprehensive_padding": is_padded, "disable_padding_cpu": False, "padding_stride_threshold": 16}
+    gaps = {"comprehensive_padding": is_forced, "disable_padding_cpu": False, "padding_stride_threshold": 16}
     with without_caches(**layout, **gaps):
         output, [forward] = run_and_get_code(torch.compile(model, fullgraph=True), x)
         _, [backward] = run_and_get_code(lambda: output.sin().sum().backward())
-    expected = eager(x)
-    expected.sin().sum().backward()
-    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+    eager(x).sin().sum().backward()
     for actual, parameter in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, parameter.grad, rtol=1e-4, atol=1e-5)
     assert "syncbn.forward_sums" in forward
@@ -108,7 +72,6 @@ def test_no_input_of_an_operator_is_copied(
     # A loop's name lists the operations for which it was generated: a copy's those alone that want it.
     wants = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)_v3"
     assert not re.findall(rf"cpp_fused(?:_(?:{wants}))+_\d+\b", forward + backward)
-    assert not copied
 
 
 @needs_torch_213
@@ -158,16 +121,6 @@ def test_a_relu_is_not_fused() -> None:
             (gradient,) = torch.autograd.grad(y.sin().sum(), x)
         assert re.search(r"syncbn\.forward_outputs_v3\.default\(.*, False\)", codes[0])
         torch.testing.assert_close((y, gradient), (expected, expected_gradient))
-
-
-@needs_torch_213
-def test_names_of_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's private names may change: a graph then copies more."""
-    monkeypatch.delattr(inductor.FlexibleLayout, "stride_ordered")
-    layer, x = syncbn.SyncBatchNorm2d(3), torch.randn(2, 3, 4, 5)
-    with without_caches():
-        y = torch.compile(copy.deepcopy(layer), fullgraph=True)(x.clone().mul(1.0))
-    torch.testing.assert_close(y, layer(x), rtol=0, atol=0)
 
 
 @needs_torch_213

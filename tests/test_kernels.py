@@ -13,19 +13,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy_cases import HARD_INPUTS, errors_of_one_step
 from equal_to_torch import forget_kernels
 from jobs import run, run_text
+from oracle import HARD_INPUTS, full_batch, hard_case, relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
-from syncbn import fallback, kernel_cache
-from syncbn.functional import sync_batch_norm
-from syncbn.inputs import make_dense
 from syncbn.kernels import cpu, interface, reference, select
 from syncbn.kernels.interface import TRAILER_ELEMENTS, BackwardConfig, ForwardConfig, Layout, StatusWords
-from syncbn.ranks.reduction import ONE_RANK
 from syncbn.statistics import from_sums, unpack, update_buffers
 
 ALL_OPTIONS = [
@@ -111,8 +107,8 @@ def forward(
     is None. `tensors` are weight, bias and residual."""
     weight, bias, residual = others = [*map(tensors.get, ("weight", "bias", "residual"))]
     dtypes = getattr(weight, "dtype", None), getattr(bias, "dtype", None)
-    kind = ForwardConfig(Layout.of(x, 1), x.dtype, x.device, eps, relu, residual is not None, *dtypes)
-    calls = kernels.Forward(kind)
+    config = ForwardConfig(Layout.of(x, 1), x.dtype, x.device, eps, relu, residual is not None, *dtypes)
+    calls = kernels.Forward(config)
     sums = calls.forward_sums(x)[: -interface.SIGNATURE_ELEMENTS]
     y, statistics, *_ = calls.forward_outputs((x, *others), with_trailer(sums if total is None else total, x.shape[1]))
     return sums, y, statistics
@@ -126,8 +122,8 @@ def backward(
     x, weight, _, y = saved
     dtypes = getattr(weight, "dtype", None), torch.float64, torch.bfloat16
     masks = relu and y is None, relu and y is not None
-    kind = BackwardConfig(Layout.of(x, 1), x.dtype, x.device, *masks, *dtypes, needs_x=True, needs_residual=residual)
-    calls = kernels.Backward(kind)
+    config = BackwardConfig(Layout.of(x, 1), x.dtype, x.device, *masks, *dtypes, needs_x=True, needs_residual=residual)
+    calls = kernels.Backward(config)
     sums, *of_parameters = calls.backward_sums(dy, saved)
     total = with_trailer(sums[:-TRAILER_ELEMENTS] if total is None else total, x.shape[1])
     grads = calls.backward_outputs(dy, saved, total)
@@ -170,27 +166,6 @@ def sums_close(actual: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype
     for sums, terms in zip(actual.chunk(2), (first, second), strict=True):
         error = (sums - terms.sum((0, 2))).abs()
         assert (error <= allowed * terms.abs().sum((0, 2))).all()
-
-
-def force(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> list[object]:
-    """All calls get these kernels, on the fast path and in the fallback. Returns the kinds for which they have been
-    chosen."""
-    kinds: list[object] = []
-
-    def choose(kind: ForwardConfig | BackwardConfig, *tensors: Tensor | None) -> ModuleType:
-        kinds.append(kind)
-        return kernels
-
-    on_fast_path = serves_fast_path(kernels)
-    monkeypatch.setattr(kernel_cache, "fast_path_back_end", choose if on_fast_path else Mock(return_value=None))
-    refuse = Mock(side_effect=AssertionError)
-    monkeypatch.setattr(fallback, "fallback_back_end", refuse if on_fast_path else choose)
-    # One rank would be F.batch_norm.
-    monkeypatch.setattr(
-        fallback, "train_alone", lambda *given: fallback.normalize(make_dense(*given), given[1], ONE_RANK)
-    )
-    forget_kernels(monkeypatch)
-    return kinds
 
 
 def truncates(kernels: ModuleType) -> bool:
@@ -297,7 +272,7 @@ def test_squares_of_16_bits_lose_nothing(
 
 @pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000), (40, 5000, 1)], ids=str)
 def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
-    if kernels in (reference, reference.InParts):
+    if kernels in (reference, reference.Chunked):
         pytest.skip("torch's sums depend on the number of threads")
     if truncates(kernels) and math.prod(sizes) > 100_000:
         pytest.skip("the interpreter takes long")
@@ -311,12 +286,14 @@ def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, si
 
 
 @pytest.mark.parametrize("case", HARD_INPUTS)
-def test_accuracy(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_accuracy(kernels: ModuleType, case: str) -> None:
     """Where formulas lose digits the float32 errors stay within a few roundings of the float64 result's largest."""
-    kinds = force(monkeypatch, kernels)
-    errors = errors_of_one_step(case, torch.float32, sync_batch_norm, device=torch.get_default_device())
-    assert max(errors.relative.values()) < 1e-6, errors
-    assert kinds
+    x, dy, weight, bias = given = hard_case(case, torch.float32)
+    expected = full_batch(*given)
+    x, dy, weight, bias = (one.to(torch.get_default_device()) for one in given)
+    _, y, _, _, grad_weight, _, grad_x = all_results(kernels, dy, x, weight=weight, bias=bias)
+    for name, actual in {"output": y, "grad_weight": grad_weight, "grad_input": grad_x}.items():
+        assert relative_error(actual.cpu(), getattr(expected, name)) < 1e-6, name
 
 
 @all_dtypes
@@ -383,11 +360,11 @@ def update(kernels: ModuleType, sums: Tensor, mean: Tensor, var: Tensor, *counte
     x = torch.empty(0, len(sums) // 2, 1)
     if not serves_fast_path(kernels):  # what the fallback does
         return update_buffers(mean, var, *(*counters, None)[:1], forward(kernels, x, sums)[2], momentum)
-    kind = forward_config(
+    config = forward_config(
         x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None
     )
     buffers, total = (mean, var, *counters, None)[:3], with_trailer(sums, x.shape[1])
-    kernels.Forward(kind).forward_outputs((x, None, None, None), total, buffers, momentum)
+    kernels.Forward(config).forward_outputs((x, None, None, None), total, buffers, momentum)
     return None
 
 
@@ -425,9 +402,9 @@ def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...],
     for sent in (signature, (0.0, 0.0, 0.0)):
         total = torch.tensor([1.0, number, 9.0, 9.0, 4.0, *sent], dtype=torch.float64)
         x, mean, var, counter = torch.ones(2, 2, 2), torch.zeros(2), torch.ones(2), torch.tensor(0)
-        kind = forward_config(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True)
+        config = forward_config(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True)
         of_call = (x, None, None, None), total, (mean, var, counter), 0.1
-        y, statistics, found = cpu.Forward(kind).forward_outputs(*of_call)
+        y, statistics, found = cpu.Forward(config).forward_outputs(*of_call)
         assert found == (is_finite or not any(sent))
         results.append((y, statistics, mean, var, counter))
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
@@ -445,8 +422,8 @@ def test_kernels_for_a_single_rank(kernels: ModuleType, sizes: tuple[int, int, i
     for calls in (of_several_ranks, of_several_ranks.for_single_rank):
         y, statistics, _ = calls.forward_outputs((x, weight, bias, None), calls.forward_sums(x).clone())
         saved = x, weight, statistics, None
-        kind = backward_config(x, masks_by_x=relu, needs_x=True, single_rank=calls.kind.single_rank, **dtypes)
-        calls = kernels.Backward(kind)
+        config = backward_config(x, masks_by_x=relu, needs_x=True, single_rank=calls.config.single_rank, **dtypes)
+        calls = kernels.Backward(config)
         sums, *of_parameters = calls.backward_sums(dy, saved)
         results.append([y, statistics, *of_parameters, calls.backward_outputs(dy, saved, sums.clone())[0]])
     assert all(map(torch.equal, *results))
@@ -550,7 +527,7 @@ class Words:
     def look(self, sequence_number: int, *trailer: float, is_forward: bool) -> float:
         """n as it is then in the total."""
         total = torch.tensor([5.0, *trailer], dtype=torch.float64)
-        self.kernels.look_at_total(total, is_forward, self.status_words(sequence_number))
+        self.kernels.check_total(total, is_forward, self.status_words(sequence_number))
         assert torch.equal(total[[0, 2, 3, 4]], torch.tensor([5.0, *trailer[1:]], dtype=torch.float64))
         return total[1].item()
 
@@ -584,7 +561,7 @@ def test_faults_in_a_total(kernels: ModuleType, sequence_number: int, trailer: t
     assert (num_signed * squares != signatures * signatures) == (kind == RANKS_DIFFER), "as EagerReduction compares"
     kind = kind if sequence_number else NO_FAULT
     in_backward = NO_FAULT if kind == ONE_VALUE else kind
-    for call, kind_of_call in (
+    for call, fault_of_call in (
         (Words.forward, kind),
         (Words.backward, in_backward),
         (functools.partial(Words.backward, needs_x=False), in_backward),
@@ -593,8 +570,8 @@ def test_faults_in_a_total(kernels: ModuleType, sequence_number: int, trailer: t
     )[: None if sequence_number else 3]:
         words = Words(kernels)
         result = call(words, sequence_number, *trailer)
-        assert not isinstance(result, float) or result == (0 if kind_of_call else num_values)
-        assert words.fault() == ((sequence_number, kind_of_call) if kind_of_call else (0, NO_FAULT))
+        assert not isinstance(result, float) or result == (0 if fault_of_call else num_values)
+        assert words.fault() == ((sequence_number, fault_of_call) if fault_of_call else (0, NO_FAULT))
         assert words.read()[interface.ENDED] == max(0, sequence_number)
         assert words.read()[interface.LOCAL_NOT_FINITE] == 0
         if call is Words.forward and num_values:
@@ -643,20 +620,6 @@ def test_local_sums_that_are_not_finite_are_noted(
     words.host.zero_()
     forward.forward_sums(x, 5, words.status_words(5))
     assert words.read() == [0, 0, 5]
-
-
-@only_triton
-@pytest.mark.parametrize("num_sums", [6, 600])
-@pytest.mark.parametrize("bad", [0, -1])
-def test_a_look_at_a_total_notes_local_sums_that_are_not_finite(kernels: ModuleType, num_sums: int, bad: int) -> None:
-    words, total = Words(kernels), torch.ones(num_sums + TRAILER_ELEMENTS, dtype=torch.float64)
-    sums = total.clone()
-    sums[num_sums:] = NAN  # the trailer is no sum
-    kernels.look_at_total(total, False, words.status_words(7), sums)
-    assert words.read() == [7, 0, 0]
-    sums[:num_sums][bad] = math.inf
-    kernels.look_at_total(total, False, words.status_words(8), sums)
-    assert words.read() == [8, 0, 8]
 
 
 needs_operators = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
@@ -751,7 +714,7 @@ def test_the_reference_can_be_forced() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("syncbn.kernels.cpu.INTERFACE", -1, "another version"),
+        ("syncbn.kernels.cpu.INTERFACE_VERSION", -1, "another version"),
         ("syncbn.kernels.cpu.FUNCTIONS", ("no_such_function",), "does not load"),
         ("sys.platform", "darwin", "there are none for darwin"),
     ],
@@ -765,7 +728,7 @@ def test_a_library_that_does_not_fit(name: str, value: object, words: str, monke
 def test_slow_training_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of small inputs, as in tests, and not in evaluation."""
     monkeypatch.setattr(cpu, "load", lambda: "no compiler here")
-    monkeypatch.setattr(select, "why_forced", lambda: None)
+    monkeypatch.setattr(select, "reason_forced", lambda: None)
     forget_kernels(monkeypatch)
     layer, large = syncbn.SyncBatchNorm1d(1), torch.randn(250_001, 1)
     layer(large[:1000])
@@ -801,8 +764,8 @@ def test_what_keeps_triton_from_running(
     monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None], answers: list[object]
 ) -> None:
     """Each GPU is asked once; not while a graph is made, of either kind."""
-    ask = functools.partial(select._why_no_triton, torch.device("cuda", 1))
-    monkeypatch.setattr(select, "_triton_works", {})
+    ask = functools.partial(select._reason_no_triton, torch.device("cuda", 1))
+    monkeypatch.setattr(select, "_triton_reasons", {})
     monkeypatch.setattr(select, "_try_triton", tried := Mock(side_effect=errors))
     monkeypatch.setattr(select, "is_capturing", is_capturing := Mock(side_effect=[True, False, False]))
     assert ask(compiling=True) is ask(compiling=False) is None
@@ -832,7 +795,7 @@ def test_registers_are_limited_where_triton_can(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(torch.version, "hip", version)
         of_both = Layout(1, False, (4, 3, 64)), torch.float32, torch.device("cpu")
         forward, backward = gpu.Forward(ForwardConfig(*of_both)), gpu.Backward(BackwardConfig(*of_both))
-        for launch in (forward.parts_of_sums, forward.normalize, backward.parts_of_sums, backward.input_gradient):
+        for launch in (forward.partial_sums, forward.normalize, backward.partial_sums, backward.input_gradient):
             assert ("maxnreg" in launch.options) == (version is None)
 
 
@@ -848,21 +811,14 @@ class LargestTensor(TorchDispatchMode):
 
 def test_parts_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference itself makes float64 copies of the whole tensor."""
-    monkeypatch.setattr(reference, "PART_VALUES", 2**12)
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 2**12)
     for x in (
         torch.randn(40, 8, 16, 16),  # parts of several samples
         torch.randn(1, 8, 160, 128),  # parts of a sample
         torch.randn(20480, 8),  # parts of rows
         torch.randn(1, 8, 160, 128).contiguous(memory_format=torch.channels_last),
     ):
-        for kernels, share in ((reference.InParts, 1), (reference, 2)):  # 1: the outputs
+        for kernels, share in ((reference.Chunked, 1), (reference, 2)):  # 1: the outputs
             with LargestTensor() as largest:
                 all_results(kernels, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
             assert largest.num_bytes == share * x.nbytes
-
-
-def test_parts_on_a_gpu_are_few() -> None:
-    """Launches would take most of the time: parts as on a CPU are 128."""
-    x = torch.empty(32, 64, 112, 112, device="meta")
-    on_gpu = reference.ForwardInParts(ForwardConfig(Layout.of(x, 1), x.dtype, torch.device("cuda")))
-    assert len([*on_gpu.parts(x)]) == 2

@@ -201,9 +201,9 @@ def kernels_of_environment(request: pytest.FixtureRequest, monkeypatch: pytest.M
     """The value of SYNCBN_KERNELS."""
     monkeypatch.setenv("SYNCBN_KERNELS", request.param)
     forget_kernels(monkeypatch)
-    select.why_forced.cache_clear()
+    select.reason_forced.cache_clear()
     yield request.param
-    select.why_forced.cache_clear()
+    select.reason_forced.cache_clear()
 
 
 def test_one_rank_without_kernels_has_the_bits_of_torch(kernels_of_environment: str) -> None:

@@ -1,4 +1,4 @@
-"""Catches a `configure_model` of docs/lightning_accelerate.md with which Lightning's Trainer, on two processes, trains
+"""Catches a `configure_model` of docs/works_with.md with which Lightning's Trainer, on two processes, trains
 otherwise than one process."""
 
 from pathlib import Path

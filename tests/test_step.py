@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,15 @@ from subclasses_of_batchnorm import parametrized
 from tensor_subclasses import Image, MetaImage, as_class, plain
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
-from training import step, unchanged
+from training import step
 
 import syncbn
 from syncbn import kernel_cache
 from syncbn import step as step_module
-from syncbn.arguments import ANY_DIMS, Options, Tensors
+from syncbn.arguments import NO_DIM_CHECK, Options, Tensors
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available
 from syncbn.ranks.reduction import OneRank
@@ -66,7 +64,7 @@ def put(owner: object, **values: object) -> None:
 
 
 CHANGES: dict[str, Callable[[Layer], object]] = {
-    "replaced weight": lambda layer: put(layer, weight=nn.Parameter(numbers())),
+    "replaced weight": lambda layer: put(layer, weight=nn.Parameter(numbers())),  # as by functional_call
     "no weight": lambda layer: put(layer, weight=None),
     "other memory": lambda layer: (put(layer.weight, data=numbers()), put(layer, running_var=numbers())),
     "weight with gaps": lambda layer: put(layer, weight=nn.Parameter(numbers().repeat_interleave(2)[::2])),
@@ -112,23 +110,6 @@ def test_what_is_changed_after_a_call_holds_in_the_next(name: str) -> None:
     assert ("NaN" in name) == any(one is not None and bool(one.isnan().any()) for one in results.values())
 
 
-def test_functional_call_uses_its_own_tensors() -> None:
-    """Of other dtypes than the layer's, for which kernels are cached already."""
-    x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
-
-    def run(layer: Layer) -> tuple[object, ...]:
-        given = {name: one.clone() if "num" in name else one.double() for name, one in layer.state_dict().items()}
-        given["weight"].requires_grad_()
-        for _ in range(STEPS):
-            step(layer, layer, x.float())
-        with unchanged(layer):
-            y = functional_call(layer, given, (x,))
-        gradients = torch.autograd.grad(y.sin().sum(), (x, given["weight"]))
-        return y, gradients, given["running_mean"], given["running_var"], given["num_batches_tracked"]
-
-    as_torch(run, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("where", ["torch's class", "class", "instance", "instance of a class without a number"])
 def test_a_check_of_dims_of_ones_own_is_called(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it is put after kernels were cached, in the layer's class or in torch's. It gets the user's tensor."""
@@ -171,10 +152,10 @@ def test_modes_of_torch(mode: str, subclass: type[Tensor]) -> None:
     as_torch(run)
 
 
-c_struct = pytest.mark.skipif("cpu: C++" not in available(), reason=available())
+needs_c = pytest.mark.skipif("cpu: C++" not in available(), reason=available())
 
 
-@c_struct
+@needs_c
 @pytest.mark.filterwarnings("ignore")  # a torch for GPUs warns where there is none
 def test_a_mode_and_a_profiler_see_the_operators() -> None:
     """The kernels are called past torch's dispatcher, but not where somebody wants to see them."""
@@ -185,25 +166,6 @@ def test_a_mode_and_a_profiler_see_the_operators() -> None:
         step(layer, layer, x)
     for seen in (mode.debug_string(), str(profile.key_averages())):
         assert "batch_norm_backward" in seen
-
-
-def test_a_function_with_other_options_than_in_its_last_call() -> None:
-    """And in a compiled graph, which is not compiled again for what eager calls between have changed."""
-    x = torch.randn(3, 3, 3)
-    statistics = torch.zeros(3), torch.ones(3)
-    graph = torch.compile(partial(sync_batch_norm, training=True), backend="aot_eager", fullgraph=True)
-    others: list[dict[str, Any]] = [{}, {"eps": 0.5}, {"momentum": 0.5}, {"channel_dim": 2}, {"fuse_relu": True}, {}]
-    for index, options in enumerate(others):
-        with torch.compiler.set_stance("fail_on_recompile" if index else "default"):
-            graph(x, *statistics)
-        expected = [one.clone() for one in statistics]
-        dim = options.get("channel_dim", 1)
-        of_torch = {name: options[name] for name in ("momentum", "eps") if name in options}
-        y = F.batch_norm(x.movedim(dim, 1), *expected, training=True, **of_torch).movedim(1, dim)
-        for _ in range(2):
-            ours = [one.clone() for one in statistics]
-            close(sync_batch_norm(x, *ours, training=True, **options), y.relu() if options.get("fuse_relu") else y)
-            close(ours, expected)
 
 
 def test_make_fx_records_and_replays() -> None:
@@ -331,7 +293,7 @@ def test_each_buffer_has_another_version_after_a_step(kind: str) -> None:
 FREED_BEFORE_FORWARD = "x", "z", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 
 
-@c_struct
+@needs_c
 @pytest.mark.parametrize("freed", [*FREED_BEFORE_FORWARD, "y", "dy", "saved x", "saved weight"])
 @pytest.mark.parametrize(
     ("before", "subclass", "steps"),
@@ -370,7 +332,7 @@ def test_freed_memory_is_refused(
         assert sent == ["forward"] * (freed not in FREED_BEFORE_FORWARD)
 
 
-@c_struct
+@needs_c
 @pytest.mark.parametrize(
     ("call", "names"),
     [(syncbn.SyncBatchNorm2d(3), "input mask"), (batch_norm_backward, "grad_output input mean invstd weight")],
@@ -423,7 +385,7 @@ BASE: dict[str, Any] = {
     "input": X, "z": Z, "running_mean": torch.tensor([0.1, 0.2, 0.3]), "running_var": torch.tensor([1.0, 2.0, 3.0]),
     "weight": torch.tensor([1.0, -2.0, 3.0]), "bias": torch.tensor([0.5, 0.0, -0.5]), "counter": torch.tensor(2),
     "momentum": 0.25, "eps": 1.0, "channel_dim": 1, "relu": False, "num_channels": 3,
-    "check_input_dim": ANY_DIMS,
+    "check_input_dim": NO_DIM_CHECK,
 }  # fmt: skip
 
 
@@ -613,7 +575,7 @@ def test_a_call_after_another(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
             assert took_fast_path(check_step(changed(**others))) == (outcome == FAST)
             check_step(changed())
             for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache) if outcome == FAST else ():
-                monkeypatch.setattr(cache, "find", None)  # only cached kernels are left
+                monkeypatch.setattr(cache, "select", None)  # only cached kernels are left
     else:
         train(changed())  # without gradients, too
         for _ in range(2):  # cached kernels would let it pass the second time
@@ -639,7 +601,7 @@ def test_a_residual_that_is_the_input_and_a_bias_that_is_the_weight(
     layer.bias, plain.bias = layer.weight, plain.weight
     for call in range(3):
         for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache) if call == 2 else ():
-            monkeypatch.setattr(cache, "find", None)
+            monkeypatch.setattr(cache, "select", None)
         x = torch.randn(4, 3, 2)
         y, expected = layer(own_x := x.clone(), own_x), plain(x) + x
         assert took_fast_path(y)

@@ -141,25 +141,6 @@ def test_names_of_tensors() -> None:
     assert [*map(internals.overlaps_itself, several)] == [False, True, False, False]
 
 
-@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_views_of_a_tensor(context: type[Any]) -> None:
-    """Also inside torch.func and in compiled graphs."""
-    seen: list[list[bool]] = []
-
-    def ask(weight: Tensor, buffer: Tensor) -> Tensor:
-        views = weight, weight[1:3], weight.float()[:2][1:], weight.view(1, -1), weight.chunk(2)[1]
-        others = buffer, buffer[:2], weight.clone(), weight.clone()[1:3], weight.double(), weight.repeat(1)
-        seen.append([internals.have_same_base(one, weight) for one in (*views, *others)])
-        return weight.sum()
-
-    parameter, buffer = nn.Parameter(torch.ones(4)), torch.ones(4)
-    with context():
-        for function in (ask, torch.func.grad(ask), torch.compile(ask, backend="eager", fullgraph=True)):
-            function(parameter, buffer)
-            function(buffer, parameter)
-    assert seen == [[True] * 5 + [False] * 6] * 6
-
-
 def test_names_of_modules() -> None:
     layer = nn.Linear(2, 2)
     for name, runs in (("forward_pre", True), ("forward", True), ("full_backward", False)):
@@ -186,14 +167,14 @@ def test_names_of_groups(group_of_one: dist.ProcessGroup) -> None:
     assert internals.default_store().get("syncbn/test") == b"here"
     second = dist.new_group([0], timeout=timedelta(seconds=33))
     assert [*internals.existing_groups()] == [group_of_one, second]
-    assert internals.name_of(second) == second.group_name
-    assert internals.timeout_of(second) == timedelta(seconds=33)
+    assert internals.registered_name(second) == second.group_name
+    assert internals.group_timeout(second) == timedelta(seconds=33)
 
     stage = pipelining.pipeline(nn.Linear(2, 2), (torch.ones(1, 2),)).build_stage(0, torch.device("cpu"), group_of_one)
     assert [internals.is_pipeline_stage(one) for one in (stage.submod, stage)] == [False, True]
     assert (stage.stage_index, stage.group) == (0, group_of_one)
     norm, sent_by = nn.BatchNorm1d(2), []
-    norm.register_forward_pre_hook(lambda *_: sent_by.append(internals.ddp_that_broadcasts(norm.running_mean)))
+    norm.register_forward_pre_hook(lambda *_: sent_by.append(internals.broadcasting_ddp(norm.running_mean)))
     ddp = DistributedDataParallel(norm)
     assert ddp(torch.ones(2, 2)).equal(norm(torch.ones(2, 2)))
     assert sent_by == [ddp, None]
@@ -206,20 +187,20 @@ def test_device_of_a_group(backend: str | None, monkeypatch: pytest.MonkeyPatch)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
     world = dist.group.WORLD
     for group in (world, dist.new_group([0], timeout=GROUP_TIMEOUT)):
-        assert str(internals.device_of(group)) == ("cuda:2" if backend == "cuda:gloo" else "cpu")
-        assert internals.timeout_of(group) == GROUP_TIMEOUT
+        assert str(internals.group_device(group)) == ("cuda:2" if backend == "cuda:gloo" else "cpu")
+        assert internals.group_timeout(group) == GROUP_TIMEOUT
     if backend == "cuda:gloo":
         world.bound_device_id = torch.device("cuda", 1)
-        assert internals.device_of(world) == torch.device("cuda", 1)
+        assert internals.group_device(world) == torch.device("cuda", 1)
     dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_stream_of_a_gpu() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    assert internals.stream_of(device) == torch.cuda.current_stream().cuda_stream
+    assert internals.stream_handle(device) == torch.cuda.current_stream().cuda_stream
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        assert internals.stream_of(device) is None
+        assert internals.stream_handle(device) is None
 
 
 def test_no_default_argument_keeps_the_group() -> None:

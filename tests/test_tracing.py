@@ -105,7 +105,7 @@ def test_what_is_not_inside_a_traced_model_is_refused() -> None:
     bare_proxy = fx.Proxy(fx.Graph().placeholder("x"))
     for layer in (syncbn.SyncBatchNorm2d(3), calls_super()):
         for trace in (fx.symbolic_trace, lambda layer: layer(bare_proxy)):
-            with pytest.raises(TraceError, match=r"is_leaf_module only of modules inside .*; trace one that holds it"):
+            with pytest.raises(TraceError, match=r"only a submodule .*; trace a module that contains this layer"):
                 trace(layer)
 
 

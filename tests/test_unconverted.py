@@ -18,7 +18,7 @@ from torch.nn.functional import batch_norm
 
 import syncbn
 from syncbn.functional import sync_batch_norm
-from syncbn.unconverted import CALLS, MAX_INSPECTED, UNREGISTERED, calls_batch_norm
+from syncbn.unconverted import CALLS_FUNCTION, MAX_INSPECTED, UNREGISTERED, calls_batch_norm
 
 Function = Callable[..., Any]
 
@@ -136,12 +136,12 @@ class Slices(nn.Module):
 def test_conversion_and_summary_name_the_module_and_the_remedy() -> None:
     model = nn.ModuleDict({"stores": StoresStatistics(3), "slices": Slices(3), "bn": nn.BatchNorm2d(3)})
     model["stores"].running_mean = nn.Buffer(torch.zeros(3))  # without the call it might normalise by itself
-    named = f"1 StoresStatistics (stores): {CALLS}; 1 Slices (slices): {CALLS}"
+    named = f"1 StoresStatistics (stores): {CALLS_FUNCTION}; 1 Slices (slices): {CALLS_FUNCTION}"
     assert warning_of(model) == f"syncbn did not convert these layers: {named}"
     assert [row.layer for row in syncbn.summary(model)] == ["slices.bn", "bn"]
     assert f"not synchronised: {named}" in str(syncbn.summary(model)).splitlines()
     assert syncbn.summary(model.eval()).others == ()
-    assert str(syncbn.summary(model["stores"])) == f"not synchronised: 1 StoresStatistics (the model): {CALLS}"
+    assert str(syncbn.summary(model["stores"])) == f"not synchronised: 1 StoresStatistics (the model): {CALLS_FUNCTION}"
 
 
 def test_classes_of_torch_and_converted_layers_are_not_named() -> None:
@@ -156,7 +156,7 @@ def test_classes_of_torch_and_converted_layers_are_not_named() -> None:
 
 def test_a_traced_call_is_named() -> None:
     traced = torch.fx.symbolic_trace(nn.Sequential(StoresStatistics(3)))
-    assert f"1 Sequential (the model): {CALLS}" in warning_of(traced)
+    assert f"1 Sequential (the model): {CALLS_FUNCTION}" in warning_of(traced)
 
 
 class Arguments(dict[str, object]):

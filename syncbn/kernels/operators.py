@@ -70,7 +70,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
     fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_ELEMENTS, dtype=torch.float64),
 )
 def forward_sums(x: Tensor, channel_dim: int) -> Tensor:
-    layout, [x] = _prepared(x, channel_dim)
+    layout, [x] = _prepare(x, channel_dim)
     config = interface.ForwardConfig(layout, x.dtype, x.device)
     return back_end(x.device).Forward.cached(config).forward_sums(x)
 
@@ -87,7 +87,7 @@ def forward_outputs(
     x: Tensor, channel_dim: int, total: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    layout, [*inputs, total] = _prepared(x, channel_dim, weight=weight, bias=bias, residual=residual, total=total)
+    layout, [*inputs, total] = _prepare(x, channel_dim, weight=weight, bias=bias, residual=residual, total=total)
     dtypes = getattr(weight, "dtype", None), getattr(bias, "dtype", None)
     config = interface.ForwardConfig(layout, x.dtype, x.device, eps, relu, residual is not None, *dtypes)
     return back_end(x.device).Forward.cached(config).forward_outputs((*inputs,), total)[:2]
@@ -106,7 +106,7 @@ def backward_sums(
     grad_weight_dtype: torch.dtype | None, grad_bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     masks = relu and y is None, relu and y is not None
-    layout, [x, dy, y, statistics] = _prepared(x, channel_dim, masks[0], dy=dy, y=y, statistics=statistics)
+    layout, [x, dy, y, statistics] = _prepare(x, channel_dim, masks[0], dy=dy, y=y, statistics=statistics)
     config = interface.BackwardConfig(layout, x.dtype, x.device, *masks, None, grad_weight_dtype, grad_bias_dtype)
     return back_end(x.device).Backward.cached(config).backward_sums(dy, (x, None, statistics, y))
 
@@ -121,7 +121,7 @@ def backward_outputs(
     weight: Tensor | None, relu: bool, needs_residual: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     masks = relu and y is None, relu and y is not None
-    layout, [*saved, dy, total] = _prepared(
+    layout, [*saved, dy, total] = _prepare(
         x, channel_dim, masks[0], weight=weight, statistics=statistics, y=y, dy=dy, total=total
     )
     dtype = getattr(weight, "dtype", None)
@@ -131,7 +131,7 @@ def backward_outputs(
     return back_end(x.device).Backward.cached(config).backward_outputs(dy, (*saved,), total)
 
 
-def _prepared(
+def _prepare(
     x: Tensor, channel_dim: int, masks_by_x: bool = False, **tensors: Tensor | None
 ) -> tuple[Layout, list[Any]]:
     """Return the layout of x, whatever the order of its dims in memory, and a list: x, copied if it has gaps, and the
@@ -146,22 +146,22 @@ def _prepared(
         )
     layout = _layout(x.shape, x.stride(), channel_dim)
     if layout is None:
-        return _prepared(x.clone(), channel_dim, masks_by_x, **tensors)
+        return _prepare(x.clone(), channel_dim, masks_by_x, **tensors)
     channels, prepared = layout.sizes[1], list[Any]([x])
-    counts = {"total": 2 * channels + interface.TRAILER_ELEMENTS, "statistics": num_statistics(channels, masks_by_x)}
+    lengths = {"total": 2 * channels + interface.TRAILER_ELEMENTS, "statistics": num_statistics(channels, masks_by_x)}
     for name, tensor in tensors.items():
         if tensor is None:
             prepared.append(None)
             continue
-        is_whole, is_parameter = name in ("dy", "y", "residual"), name in ("weight", "bias")
-        shape = x.shape if is_whole else (counts.get(name, channels),)
-        dtypes = [x.dtype] if is_whole else [*FLOATS] if is_parameter else [torch.float64]
+        is_like_x, is_parameter = name in ("dy", "y", "residual"), name in ("weight", "bias")
+        shape = x.shape if is_like_x else (lengths.get(name, channels),)
+        dtypes = [x.dtype] if is_like_x else [*FLOATS] if is_parameter else [torch.float64]
         if tensor.shape != shape or tensor.dtype not in dtypes or tensor.get_device() != x.get_device():
             raise RuntimeError(
                 f"expected {name} of {tuple(shape)}, {' or '.join(map(str, dtypes))} on {x.device}, got "
                 f"{tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
             )
-        if not is_whole:
+        if not is_like_x:
             tensor = tensor.contiguous()
         elif tensor.stride() != x.stride():  # as of zeros that autograd has made up, which are 0
             tensor = torch.empty_like(x).copy_(tensor)

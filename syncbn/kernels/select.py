@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import cpu
-from syncbn.kernels.interface import BackEnd, BackwardConfig, ForwardConfig, Layout, StatusWords
+from syncbn.kernels.interface import BackwardConfig, FastPathBackEnd, ForwardConfig, Layout, StatusWords
 from syncbn.texts import warn_once
 from syncbn.torch_internals import constant_in_graphs, is_capturing
 
-LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
+WARNING_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
 
 
-def fast_path_back_end(config: ForwardConfig | BackwardConfig) -> BackEnd | None:
+def fast_path_back_end(config: ForwardConfig | BackwardConfig) -> FastPathBackEnd | None:
     """Return the kernels that read and write ordinary tensors of this config at their addresses, or None if there are
     none. Warns once if large tensors have none."""
     device = config.device
@@ -24,13 +24,13 @@ def fast_path_back_end(config: ForwardConfig | BackwardConfig) -> BackEnd | None
     reason = reason_unavailable(device, compiling=False)
     if reason is None:
         return back_end(device)
-    if math.prod(config.layout.sizes) * config.dtype.itemsize > LARGE_BYTES and not why_forced():
+    if math.prod(config.layout.sizes) * config.dtype.itemsize > WARNING_BYTES and not reason_forced():
         operations = "torch operations take several times as long"
         warn_once(f"syncbn has no fast kernels for this {device.type} device, {operations}: {reason}")
     return None
 
 
-def back_end(device: torch.device) -> BackEnd:
+def back_end(device: torch.device) -> FastPathBackEnd:
     """Return the module with the kernels for tensors on this device, of which `reason_unavailable` is None."""
     if device.type == "cpu":
         return cpu
@@ -39,16 +39,16 @@ def back_end(device: torch.device) -> BackEnd:
     return gpu
 
 
-def looks_at_totals(device: torch.device) -> bool:
+def checks_totals(device: torch.device) -> bool:
     """Return whether kernels on this device check totals and store the result in status words."""
     return device.type == "cuda" and reason_unavailable(device, compiling=False) is None
 
 
-def look_at_total(total: Tensor, is_forward: bool, status_words: StatusWords, sums: Tensor | None) -> None:
+def check_total(total: Tensor, needs_two_values: bool, status_words: StatusWords, sums: Tensor | None) -> None:
     """A kernel notes what it sees of a total that no other kernel looks at, see gpu.py."""
     from syncbn.kernels import gpu
 
-    gpu.look_at_total(total, is_forward, status_words, sums)
+    gpu.check_total(total, needs_two_values, status_words, sums)
 
 
 def available() -> str:
@@ -66,17 +66,17 @@ def available() -> str:
 @constant_in_graphs
 def reason_unavailable(device: torch.device, compiling: bool) -> str | None:
     """None when there are kernels for tensors on this device, which loads them, else the reason in a line."""
-    return why_forced() or (cpu.load() if device.type == "cpu" else _why_no_triton(device, compiling))
+    return reason_forced() or (cpu.load() if device.type == "cpu" else _reason_no_triton(device, compiling))
 
 
-_triton_works: dict[torch.device, str | None] = {}  # or why not
+_triton_reasons: dict[torch.device, str | None] = {}  # or why not
 
 
-def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
+def _reason_no_triton(device: torch.device, compiling: bool) -> str | None:
     """None if Triton kernels run on this GPU, which is tried once, else the reason in one line. **Raises** RuntimeError
     if Triton cannot use its cache. CUDA and out-of-memory errors propagate unchanged."""
-    if device in _triton_works:
-        return _triton_works[device]
+    if device in _triton_reasons:
+        return _triton_reasons[device]
     if compiling or is_capturing(device):
         return None  # nothing can be launched for a try while a graph is made
     reason = None
@@ -96,7 +96,7 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
         if isinstance(error, OSError) and "ldconfig" not in reason and not is_of_compiler:
             remedy = "set TRITON_CACHE_DIR to a folder on a local disk"
             raise RuntimeError(f"syncbn: Triton cannot use its cache: {error}; {remedy}") from error
-    _triton_works[device] = reason
+    _triton_reasons[device] = reason
     return reason
 
 
@@ -124,7 +124,7 @@ def _try_triton(device: torch.device) -> None:
 
 
 @functools.cache
-def why_forced() -> str | None:
+def reason_forced() -> str | None:
     """Why torch operations are used although there may be kernels. **Raises** ValueError for an unknown value of an
     environment variable of syncbn."""
     for name, known in (("SYNCBN_KERNELS", "reference"), ("SYNCBN_CHECKS", "0")):

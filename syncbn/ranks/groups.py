@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from syncbn.texts import find_frame, warn, warn_once
-from syncbn.torch_internals import constant_in_graphs, device_of, existing_groups, timeout_of
+from syncbn.torch_internals import constant_in_graphs, existing_groups, group_device, group_timeout
 
 # Default group -> {int: this rank's group, or None for the default group itself}. An entry is garbage-collected with
 # its default group; a new default group starts without an entry.
@@ -173,7 +173,7 @@ def make(size: int, default_group: dist.ProcessGroup) -> None:
     **Raises** ValueError on every rank if the ranks pass different sizes, or if the number of ranks is not a multiple
     of the size.
     """
-    sent = torch.tensor([min(size, MAX_GROUP_SIZE)], device=device_of(default_group))
+    sent = torch.tensor([min(size, MAX_GROUP_SIZE)], device=group_device(default_group))
     received = [torch.empty_like(sent) for _ in range(default_group.size())]
     default_group.allgather([received], [sent]).wait()
     sizes = [int(received_size) for received_size in received]
@@ -187,7 +187,7 @@ def make(size: int, default_group: dist.ProcessGroup) -> None:
         values = f"{world_size} ranks do not divide into groups of {size}"
         raise ValueError(f"the number of ranks must be a multiple of the group size: {values}")
     is_default = size == world_size
-    group = None if is_default else dist.new_subgroups(size, timeout=timeout_of(default_group))[0]
+    group = None if is_default else dist.new_subgroups(size, timeout=group_timeout(default_group))[0]
     _groups_by_size.setdefault(default_group, {})[size] = group
 
 

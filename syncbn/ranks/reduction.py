@@ -44,7 +44,7 @@ from syncbn.torch_internals import (
     is_compiling,
     is_exporting,
     is_jit_tracing,
-    stream_of,
+    stream_handle,
 )
 
 NO_SIGNATURES = Signatures(1)  # a site without an identity sends zeros
@@ -122,7 +122,7 @@ class EagerReduction(Reduction):
         self.num_ranks, self.signatures = site.group_state.num_ranks, site.signatures
 
     def status_words(self, pass_name: str, device: torch.device) -> StatusWords | None:
-        site, stream = self.site, stream_of(device)
+        site, stream = self.site, stream_handle(device)
         status = status_of(site.group_state).streams.get((device, stream))
         if status is None:
             if stream is None:
@@ -171,7 +171,7 @@ class EagerReduction(Reduction):
 
     def sign_and_all_reduce(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
         is_real = type(sums) is Tensor
-        has_status = is_real and sums.is_cuda and select.looks_at_totals(sums.device)
+        has_status = is_real and sums.is_cuda and select.checks_totals(sums.device)
         status_words = self.status_words(pass_name, sums.device) if has_status else None
         reads_trailer = sums.is_cpu or status_words is not None
         s = self.signatures[pass_name, self.dtype] if reads_trailer else UNSIGNED
@@ -190,7 +190,7 @@ class EagerReduction(Reduction):
                 self.status.write_report(status_words.sequence_number, error)
             is_forward = pass_name == "forward"
             needs_two_values = is_forward and self.site.needs_two_values
-            select.look_at_total(total, needs_two_values, status_words, sums if is_forward else None)
+            select.check_total(total, needs_two_values, status_words, sums if is_forward else None)
             if error is not None:
                 try:
                     raise error

@@ -36,14 +36,6 @@ def test_all_ranks_have_the_same_bits(ranks: Ranks, exchanges: bool, use_operato
     assert all(torch.equal(other, total) for other in gathered(ranks, total))
 
 
-@pytest.mark.parametrize("is_large", [False, True])
-def test_training(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_large: bool) -> None:
-    if is_large:
-        monkeypatch.setattr(groups, "MAX_ALL_TO_ALL_RANKS", ranks.size - 1)
-    model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
-    require_trains_as(small_model().to(ranks.device), ranks, model)
-
-
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # torch's own
 def test_compiled_training_of_a_large_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""Catches a wait that is not reported, names the wrong rank or place, or advises wrongly, while all ranks run.
+"""Catches ranks that differ and are not told, and a wait that is not reported, or with the wrong rank or place.
 
-What is said when one fails is in test_faults.py.
+What is said when a rank fails is in test_faults.py; what GPUs find is in test_status.py.
 """
 
 import contextlib
@@ -21,162 +21,102 @@ import pytest
 import torch
 import torch.distributed as dist
 import voting
+from jobs import wait_until
+from mixtures import MIXTURES, Model, X
 from subclasses_of_batchnorm import BatchNormAct2d
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._debug_mode import DebugMode
 from training import unchanged
 from voting import Ranks, Reports
 
 import syncbn
-from syncbn import fallback, functional
+from syncbn import fallback
+from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import cpu, operators
-from syncbn.kernels.interface import SIGNATURE_ELEMENTS, TRAILER_ELEMENTS
+from syncbn.kernels.interface import TRAILER_ELEMENTS
 from syncbn.ranks import collective, positions, reduction, report, watchdog
 from syncbn.ranks.positions import Position, ThisRank
-from syncbn.ranks.reduction import EagerReduction, eager_reduction
-from syncbn.ranks.report import WITH_GRAPH, RanksDifferError
-from syncbn.ranks.sites import FunctionCaller, GroupState, Site, smallest_signature
+from syncbn.ranks.reduction import eager_reduction
+from syncbn.ranks.report import RanksDifferError
+from syncbn.ranks.sites import GroupState, Site, smallest_signature
 from syncbn.texts import format_ranks, warn_once
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
-
-
-class Block(nn.Module):
-    """Two layers under names, one of them in a container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn1 = syncbn.SyncBatchNorm1d(3)
-        self.tail = nn.ModuleList([nn.BatchNorm1d(3)])
-        syncbn.convert_syncbn_model(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tail[0](self.bn1(x))
+WRITTEN = r"(; written \S+ s ago)?"
 
 
 def layer_and_input(ranks: Ranks) -> tuple[syncbn.SyncBatchNorm, Tensor]:
     return syncbn.SyncBatchNorm(3, device=ranks.device), torch.randn(4, 3, device=ranks.device)
 
 
-@pytest.fixture
-def description(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What each all_reduce is said to be for."""
-    seen: list[str] = []
-    all_reduce = EagerReduction.all_reduce
-
-    def see(reduction: EagerReduction, payload: Tensor, pass_name: str, *more: Any) -> Tensor:
-        seen.append(reduction.new_collective(pass_name).description())
-        return all_reduce(reduction, payload, pass_name, *more)
-
-    monkeypatch.setattr(EagerReduction, "all_reduce", see)
-    return seen
+def other_ranks(ranks: Ranks) -> str:
+    """All but rank 0, as reports name them."""
+    return format_ranks([*range(1, ranks.size)])
 
 
-def test_names_passes_and_calls(ranks: Ranks, description: list[str]) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), Block()).to(ranks.device)
-    model = DistributedDataParallel(syncbn.convert_syncbn_model(model))
-    x = torch.randn(4, 3, device=ranks.device, requires_grad=True)
-    for _ in range(2):
-        model(x).sum().backward()
-    passes = "1.bn1 forward", "1.tail.0 forward", "1.tail.0 backward", "1.bn1 backward"
-    assert description == [f"{one}, call {call}" for call in (1, 2) for one in passes]
-    description.clear()
-    copy.deepcopy(model.module)(x)
-    assert description == ["1.bn1 forward, call 1", "1.tail.0 forward, call 1"]
-    description.clear()
-    syncbn.SyncBatchNorm(3, device=ranks.device)(x)
-    y = syncbn.functional.sync_batch_norm(x, None, None, training=True)
-    (gradient,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
-    gradient.pow(2).sum().backward()
-    passes = "forward", WITH_GRAPH, "backward", "derivative of backward", f"derivative of {WITH_GRAPH}"
-    of_function = {f"sync_batch_norm {pass_name}" for pass_name in passes}
-    assert {text.partition(",")[0] for text in description} == {"SyncBatchNorm forward", *of_function}
-
-
-# What ranks meet in that have called model, and its layer bn1, which made y: rank 0; the others; what all of them say.
-MEETINGS: list[tuple[Callable[..., object], Callable[..., object], str]] = [
-    (
-        lambda model, x, y: model.tail[0](x),
-        lambda model, x, y: model.bn1(x),
-        r"rank 0: in tail.0 forward, call 2\nOTHERS: in bn1 forward, call 3\nEvery rank must",
-    ),
-    (
-        lambda model, x, y: model(x),
-        lambda model, x, y: y.sum().backward(),
-        r"rank 0: in bn1 forward, call 3\nOTHERS: in bn1 backward, call 2\nPossible causes:\n- A rank has left "
-        r"out a layer or a backward: .*, loss = loss \+ layer\(x\[:0\]\)(.|\n)* profile it without model\.eval\(\)",
-    ),
-    (
-        lambda model, x, y: model(x.bfloat16()),
-        lambda model, x, y: model(x),
-        r"have inputs of different dtypes.\nrank 0: in bn1 forward, call 3, with an input of torch.bfloat16\n"
-        r"OTHERS: in bn1 forward, call 3, with an input of torch.float32\nUse autocast on every rank",
-    ),
-]
+# Signatures.
 
 
 @on_cpu
-@pytest.mark.parametrize(("of_rank_0", "of_others", "said"), MEETINGS, ids=["layers", "passes", "dtypes"])
-def test_ranks_in_different_layers_passes_or_dtypes(
-    ranks: Ranks, of_rank_0: Callable[..., object], of_others: Callable[..., object], said: str
-) -> None:
-    """What would otherwise mix their statistics in silence."""
-    model, x = Block().to(ranks.device), torch.randn(4, 3, device=ranks.device)
-    model(x)
-    y = model.bn1(x)
-    message = said.replace("OTHERS", format_ranks([*range(1, ranks.size)]))
-    with unchanged(model), pytest.raises(RuntimeError, match=message):
-        (of_others if ranks.rank else of_rank_0)(model, x, y)
-    assert model(x).isfinite().all()  # the group goes on
+@pytest.mark.parametrize("name", MIXTURES)
+def test_ranks_that_mix_what_they_send(ranks: Ranks, name: str) -> None:
+    """They raise at once, before their statistics are mixed."""
+    *calls, expected = MIXTURES[name]
+    model = Model(dist.group.WORLD)
+    model(X).sum().backward()
+    y, other = model.bn2(X), model.bn2(2 * X)
+    with unchanged(model), pytest.raises(RanksDifferError, match=expected.replace("OTHERS", other_ranks(ranks))):
+        calls[ranks.rank > 0](model, y, other)
+    model.bn1.eps = model.bn2.eps
+    assert model(X).isfinite().all()  # the group goes on
 
 
 @on_cpu
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("name", ["a layer", "a function"])
-def test_backwards_of_different_calls(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str, create_graph: bool
-) -> None:
+def test_backwards_of_different_calls(ranks: Ranks, name: str, create_graph: bool) -> None:
     """They would mix their gradients in silence. In one order they go on, also where hooks round what one rank saves,
     where one rank sees NaN, and a second time."""
-    # Whose calls are counted from here: an earlier test may have called the function once more on one rank.
-    monkeypatch.setattr(functional, "_SYNC_BATCH_NORM", FunctionCaller("sync_batch_norm"))
-    model = Block() if name == "a layer" else lambda x: syncbn.functional.sync_batch_norm(x, None, None, training=True)
+    layers = {"a layer": syncbn.SyncBatchNorm(3), "a function": lambda x: sync_batch_norm(x, None, None, training=True)}
 
-    def gradients(order: list[int], call: Callable[[Tensor], Tensor] = model) -> None:
+    def differentiate(order: list[int], shift: float = 0.0) -> None:
         inputs = [torch.randn(4, 3, requires_grad=True) for _ in range(2)]
-        outputs = [call(x).square().sum() for x in inputs]
+        outputs = [layers[name](x + shift).square().sum() for x in inputs]
         for index in order:
             torch.autograd.grad(outputs[index], inputs[index], retain_graph=True, create_graph=create_graph)
 
-    gradients([0, 1, 1, 0])
+    differentiate([0, 1, 1, 0])
     rounds = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.to(torch.float16), lambda packed: packed)
-    with rounds if ranks.rank == 0 else contextlib.nullcontext(), pytest.MonkeyPatch.context() as patch:
-        gradients([0, 1])
-        patch.setattr(collective, "warn", lambda text: None)
-        patch.setattr(collective, "warn_once", lambda text: None)
-        gradients([1, 0], lambda x: model(x + (torch.nan if ranks.rank == 0 else 0)))
-    with pytest.raises(RuntimeError, match=r"different calls of a layer.\nrank 0: in .*, call \d+\n.*\nThe layer is"):
-        gradients([0, 1] if ranks.rank else [1, 0])
+    with rounds if ranks.rank == 0 else contextlib.nullcontext():
+        differentiate([0, 1])
+    with mock.patch.object(collective, "warn"), mock.patch.object(collective, "warn_once"):
+        differentiate([1, 0], torch.nan if ranks.rank == 0 else 0.0)
+    with pytest.raises(RanksDifferError, match=r"differentiate different calls of a layer.\nrank 0: in .*, call \d+\n"):
+        differentiate([0, 1] if ranks.rank else [1, 0])
 
 
 @pytest.mark.parametrize("context", [contextlib.nullcontext, DebugMode, torch.autograd.graph.save_on_cpu])
 def test_the_total_is_freed_with_the_graph(
     ranks: Ranks, context: Callable[[], contextlib.AbstractContextManager[object]]
 ) -> None:
-    """Which tells calls apart in backward: a kept loss must not keep the totals of all layers."""
-    layer, x = layer_and_input(ranks)
+    """It separates calls in backward: a loss that is kept must not keep the totals of all layers."""
+    num_channels = 37  # of no other test
+    layer = syncbn.SyncBatchNorm(num_channels, device=ranks.device)
+
+    def num_totals() -> int:
+        shape = (2 * num_channels + TRAILER_ELEMENTS,)
+        return sum(isinstance(one, Tensor) and one.shape == shape for one in gc.get_objects())
+
     with context():
-        y = layer(x)
-        for retain_graph in (True, False):
-            assert len(y.grad_fn.reduction.forward_total) == 2 * 3 + 4
-            y.sum().backward(retain_graph=retain_graph)
-    assert y.grad_fn.reduction.forward_total is None
+        y = layer(torch.randn(4, num_channels, device=ranks.device))
+        y.sum().backward(retain_graph=True)
+        assert num_totals() == 1
+        y.sum().backward()
+    assert num_totals() == 0
 
 
 def test_second_derivatives_of_other_calls(ranks: Ranks) -> None:
-    """They are told apart although the graphs of the first are freed, on any rank: those of the second need the total,
-    by which ranks tell calls apart."""
+    """They are told apart although the graphs of the first are freed, on any rank."""
     layer, x = layer_and_input(ranks)
 
     def slope(x: Tensor, retain_graph: bool) -> Tensor:
@@ -187,8 +127,28 @@ def test_second_derivatives_of_other_calls(ranks: Ranks) -> None:
     inputs = [torch.randn_like(x, requires_grad=True) for _ in range(2)]
     slope(inputs[0], retain_graph=ranks.rank == 0).backward()
     slopes = [slope(x, retain_graph=False) for x in inputs]
-    with pytest.raises(RuntimeError, match="the ranks differentiate different calls"):
+    with pytest.raises(RanksDifferError, match="the ranks differentiate different calls"):
         slopes[ranks.rank % 2].backward()
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("name", "other", "usual"),
+    [("momentum", None, "0.1"), ("momentum", torch.tensor(0.1), "0.1"), ("channel_last", True, "False"),
+     ("fuse_relu", True, "False"), ("track_running_stats", False, "True")], ids=str,
+)  # fmt: skip
+def test_a_setting_of_one_rank(ranks: Ranks, name: str, other: object, usual: str) -> None:
+    """At the first call, and when it changes later. What all ranks change together goes on."""
+    for is_first in (True, False):
+        layer, x = layer_and_input(ranks)
+        for value in () if is_first else (other, getattr(layer, name)):
+            setattr(layer, name, value)
+            layer(x).sum().backward()
+        if ranks.rank == 0:
+            setattr(layer, name, other)
+        message = rf"rank 0: in .*, with {name}=.*\n{other_ranks(ranks)}: in .*, with {name}={usual}\nGive the layer"
+        with unchanged(layer), pytest.raises(RanksDifferError, match=message):
+            layer(x)
 
 
 @on_cpu
@@ -197,109 +157,71 @@ def test_a_setting_of_a_subclass_that_changes(ranks: Ranks) -> None:
     layer, x = syncbn.convert_syncbn_model(BatchNormAct2d(3)), torch.randn(4, 3, 2, 2)
     layer(x)
     layer.eps = 0.1 if ranks.rank == 0 else layer.eps
-    with pytest.raises(RuntimeError, match="different settings of a layer"):
+    with pytest.raises(RanksDifferError, match="different settings of a layer"):
         layer(x)
 
 
-@on_cpu
-@pytest.mark.parametrize(
-    ("name", "other", "usual"),
-    [("eps", 1e-3, "1e-05"), ("momentum", None, "0.1"), ("momentum", torch.tensor(0.1), "0.1"),
-     ("channel_last", True, "False"), ("fuse_relu", True, "False"), ("track_running_stats", False, "True")], ids=str,
-)  # fmt: skip
-def test_a_setting_of_one_rank(ranks: Ranks, name: str, other: object, usual: str) -> None:
-    """At the first call, and when it changes later. What all ranks change together goes on."""
-    x, others = torch.randn(4, 3, device=ranks.device), format_ranks([*range(1, ranks.size)])
-    said = rf"settings of a layer.\nrank 0: in .*, with {name}=.*\n{others}: in .*, with {name}={usual}\nGive the layer"
-    for is_first in (True, False):
-        model = Block().to(ranks.device)
-        default = getattr(model.bn1, name)
-        if not is_first:
-            for value in (default, other, default):
-                setattr(model.bn1, name, value)
-                model(x).sum().backward()
-        if ranks.rank == 0:
-            setattr(model.bn1, name, other)
-        with unchanged(model), pytest.raises(RuntimeError, match=said):
-            model(x)
-        setattr(model.bn1, name, default)
-        assert model(x).isfinite().all()
+@pytest.fixture
+def change_totals(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Tensor], object]], None]:
+    """Call a function on each total that this rank receives."""
+    all_reduce = reduction.all_reduce
+
+    def set_change(change: Callable[[Tensor], object]) -> None:
+        def changed(*arguments: Any) -> Tensor:
+            total = all_reduce(*arguments)
+            change(total)
+            return total
+
+        monkeypatch.setattr(reduction, "all_reduce", changed)
+
+    return set_change
 
 
 @on_cpu
 @pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("signed", [True, False])
 def test_totals_that_differ_in_their_bits(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, sign_nothing: Callable[[], None], signed: bool, create_graph: bool
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, change_totals: Callable[..., None], create_graph: bool
 ) -> None:
     """A false alarm, whose last remedy is to switch the comparison off."""
-    add_up = reduction.all_reduce
-
-    def all_reduce(payload: Tensor, *arguments: Any) -> Tensor:
-        total = add_up(payload, *arguments)
-        total[:-TRAILER_ELEMENTS] *= 1 + (ranks.rank == 0) * 2**-52
-        return total
-
-    monkeypatch.setattr(reduction, "all_reduce", all_reduce)
+    change_totals(lambda total: total[:-TRAILER_ELEMENTS].mul_(1 + (ranks.rank == 0) * 2**-52))
     monkeypatch.setattr(report, "ANSWER_SECONDS", 0.5)  # the ranks have no key in common
-    if not signed:
-        sign_nothing()
     layer, x = layer_and_input(ranks)
     y = layer(x.requires_grad_()).square().sum()
-    said = (
-        r"different layers or calls(.|\n)*has not answered(.|\n)*set SYNCBN_CHECKS=0 on every rank, which .* ranks\.$"
-    )
-    with pytest.raises(RanksDifferError, match=said) if signed else contextlib.nullcontext():
+    message = r"different layers or calls(.|\n)*has not answered(.|\n)*set SYNCBN_CHECKS=0 on every rank, which .*\.$"
+    with pytest.raises(RanksDifferError, match=message):
         torch.autograd.grad(y, x, create_graph=create_graph)
 
 
 @on_cpu
-def test_sums_of_different_lengths(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_different_lengths(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, change_totals: Callable[..., None]
+) -> None:
     """As when gloo has aborted the rank that expected fewer. A rank with a bad argument keeps its error."""
-    add_up = reduction.all_reduce
-
-    def all_reduce(payload: Tensor, *arguments: Any) -> Tensor:
-        total = add_up(payload, *arguments)
-        total[-1] = torch.nan
-        return total
-
-    monkeypatch.setattr(reduction, "all_reduce", all_reduce)
+    change_totals(lambda total: total[-1].fill_(torch.nan))
     monkeypatch.setattr(report, "SETTLE_SECONDS", 0.1)
     layer, x = layer_and_input(ranks)
-    said = r"^syncbn: the ranks have sent the sums of different numbers of channels\.\nrank"
-    error, said = (ValueError, "expected 3 channels") if ranks.rank == 0 else (RuntimeError, said)
-    with pytest.raises(error, match=said):
+    message = (
+        "expected 3 channels" if ranks.rank == 0 else r"have sent the sums of different numbers of channels\.\nrank"
+    )
+    with pytest.raises(RuntimeError if ranks.rank else ValueError, match=message):
         layer(x if ranks.rank else x[:, :2])
 
 
 @on_cpu
 @pytest.mark.parametrize("which", ["all ranks", "rank 0"])
-def test_without_signatures(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, sign_nothing: Callable[[], None], which: str
-) -> None:
+def test_without_signatures(ranks: Ranks, sign_nothing: Callable[[], None], which: str) -> None:
     """A rank is not compared with others, whether these sign or not; its bad argument still raises on all."""
-    signed = which == "rank 0" and ranks.rank > 0
-    if not signed:
+    if which == "all ranks" or ranks.rank == 0:
         sign_nothing()
-    sent, add_up = [], reduction.all_reduce
-
-    def all_reduce(payload: Tensor, *arguments: Any) -> Tensor:
-        sent.append(payload[-SIGNATURE_ELEMENTS:].clone())
-        return add_up(payload, *arguments)
-
-    model, x = Block(), torch.randn(4, 3, requires_grad=True)
-    with monkeypatch.context() as patched:
-        patched.setattr(reduction, "all_reduce", all_reduce)
-        model(x).square().sum().backward()
-        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        (model.tail[0] if ranks.rank else model.bn1)(x)
-    assert len(sent) == 2 * 2 + 3 * 2 + 1
-    assert [bool(signature.all()) for signature in sent] == [signed] * len(sent)
-    assert [bool(signature.any()) for signature in sent] == [signed] * len(sent)
-    said = "rank 0: ValueError: expected 3 channel" if ranks.rank else "^bn1: expected 3 channel"
-    with unchanged(model), pytest.raises(ValueError, match=said):
-        model(x if ranks.rank else x[:, :2])
-    assert model(x).isfinite().all()
+    model = Model(dist.group.WORLD)
+    layer = model.bn2 if ranks.rank else model.bn1
+    model(X)
+    layer(X).square().sum().backward()
+    torch.autograd.grad(layer(X).square().sum(), X, create_graph=True)
+    message = "rank 0: ValueError: expected 3 channel" if ranks.rank else "^bn1: expected 3 channel"
+    with unchanged(model), pytest.raises(ValueError, match=message):
+        model(X if ranks.rank else X[:, :2])
+    assert model(X).isfinite().all()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 1000, 2**14])
@@ -318,214 +240,17 @@ def test_signatures_are_exact(num_ranks: int) -> None:
 def test_a_caught_error_does_not_keep_the_group(ranks: Ranks, fault: str) -> None:
     """By a cycle of the error, its traceback and a frame: gloo's threads would run until the interpreter ends."""
     group = dist.new_group()
-    model, x = (
-        syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)), group),
-        torch.randn(4, 3),
-    )
-    model(x)
+    model = Model(group)
+    model(X)
     gc.disable()
     try:
         with contextlib.suppress(RuntimeError, ValueError):
-            model[ranks.rank % 2](x) if fault == "another layer" else model[0](x[:, : 3 - ranks.rank % 2])
+            model(X, f"bn{1 + ranks.rank % 2}") if fault == "another layer" else model(X[:, : 3 - ranks.rank % 2])
         dist.destroy_process_group(group)
         group, model = ref(group), None
         assert group() is None
     finally:
         gc.enable()
-
-
-@on_cpu
-def test_nan_is_explained_once(ranks: Ranks) -> None:
-    """Each layer warns once, in one line. NaN of rank 0 in the first layer reaches the second on all ranks."""
-    warn_once.cache_clear()
-    model, x = Block(), torch.full((4, 3), torch.nan if ranks.rank == 0 else 1.0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            model(x)
-    line = f"syncbn: NaN or infinity in the input of {{}} forward, call 1 on rank {ranks.rank}."
-    lines = [line.format(layer) for layer in ("bn1", "tail.0")[ranks.rank > 0 :]]
-    texts = [str(one.message) for one in caught]
-    assert "Check the batch of the rank that warned first" in texts.pop(1)
-    assert texts == lines
-
-
-@pytest.mark.two_ranks
-@on_cpu
-def test_models_of_one_name_with_other_channels(ranks: Ranks, reports: Reports) -> None:
-    """A rank that is late in the second is late: it has not called another layer."""
-    for channels in (3, 4):
-        model = syncbn.convert_syncbn_model(nn.ModuleDict({"bn": nn.BatchNorm1d(channels)}).eval()).train()
-        if channels == 4:
-            model = type("Other", (nn.Module,), {})()
-            model.bn = nn.BatchNorm1d(channels)
-            syncbn.convert_syncbn_model(model)
-            if ranks.rank == 1:
-                reports.wait_for(rf"rank 1: last seen after bn forward, call 1{WRITTEN}\n")
-        model.get_submodule("bn")(torch.randn(4, channels))
-    assert "channels over" not in reports.text
-    dist.barrier()
-
-
-# Long waits.
-
-
-WRITTEN = r"(; written \S+ s ago)?"
-
-
-class CompilationError(Exception):
-    """Stands for Triton's, which is of no class that syncbn knows."""
-
-
-# What a rank cannot do alone, and the all_reduce that it leaves out.
-LONE_ERRORS: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], object], str]] = {
-    "forward": (lambda layer, x, y: layer(x), "SyncBatchNorm forward, call 2"),
-    "backward": (lambda layer, x, y: y.sum().backward(retain_graph=True), "SyncBatchNorm backward, call 1"),
-    "forward on the general road": (
-        lambda layer, x, y: within_mode(lambda: layer(x)), "SyncBatchNorm forward, call 2"
-    ),
-    "backward on the general road": (
-        lambda layer, x, y: within_mode(lambda: y.sum().backward(retain_graph=True)), "SyncBatchNorm backward, call 1"
-    ),
-    "batch_norm_backward": (
-        lambda layer, x, y: syncbn.functional.batch_norm_backward(x, x, torch.zeros(3), torch.ones(3)),
-        r"batch_norm_backward backward, call \d+",
-    ),
-}  # fmt: skip
-
-
-def within_mode(call: Callable[[], object]) -> None:
-    with DebugMode():
-        call()
-
-
-@pytest.mark.two_ranks
-@on_cpu
-@pytest.mark.parametrize("name", LONE_ERRORS)
-def test_an_error_of_one_rank_alone_is_told_by_the_others(
-    ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """As on a GPU of Intel, where no rank reads a mark: its kernels do not compile; the program handles the error."""
-    run, description = LONE_ERRORS[name]
-    layer, x = layer_and_input(ranks)
-    y = layer(x.requires_grad_())
-    if ranks.rank == 1:
-        error = CompilationError("at 12:4:\nand much more")
-        with monkeypatch.context() as broken:
-            broken.setattr(fallback, "_device_of", lambda arguments: torch.device("xpu"))
-            for back_end in (cpu, operators):
-                broken.setattr(back_end.Forward, "forward_sums", mock.Mock(side_effect=error))
-                broken.setattr(back_end.Backward, "backward_sums", mock.Mock(side_effect=error))
-            with pytest.raises(CompilationError):
-                run(layer, x, y)
-        reports.wait_for(
-            rf"rank 0 has waited \d+ s for others\.\nrank 0: in {description}{WRITTEN}\n"
-            rf"rank 1: last seen after SyncBatchNorm forward, call 1; has raised "
-            rf"\S*CompilationError: at 12:4:{WRITTEN}\n"
-        )
-    run(layer, x, y)
-    assert "Every rank must" not in reports.text
-    dist.barrier()
-
-
-@pytest.mark.two_ranks
-@on_cpu
-def test_an_error_of_a_saved_tensors_hook_is_told(ranks: Ranks, reports: Reports) -> None:
-    """As of torch.autograd.graph.save_on_cpu, or of activation checkpointing, which computes again."""
-    layer, x = layer_and_input(ranks)
-    is_broken = ranks.rank == 1
-
-    def unpack(tensor: Tensor) -> Tensor:
-        if is_broken:
-            raise MemoryError("no room")
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-        y = layer(x.requires_grad_())
-    if ranks.rank == 1:
-        with pytest.raises(MemoryError):
-            y.sum().backward(retain_graph=True)
-        reports.wait_for("rank 1: last seen after SyncBatchNorm forward, call 1; has raised MemoryError: no room")
-        is_broken = False
-    y.sum().backward()
-    dist.barrier()
-
-
-@pytest.mark.two_ranks
-@on_cpu
-def test_a_call_on_one_rank_alone_is_advised(ranks: Ranks, reports: Reports) -> None:
-    """As to count FLOPs, or inside a DistributedDataParallel of some ranks."""
-    voting.world.make_anew()  # in which no layer has been called
-    layer, x = layer_and_input(ranks)
-    if ranks.rank == 1:
-        reports.wait_for(
-            rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has not been seen\nPossible causes:\n"
-            r"- A rank is late, .*\n(- .*\n)+Every rank .* a call on one rank only, for example to profile the model, "
-            r"call model\.eval\(\)\. .* DistributedDataParallel .* convert_syncbn_model\(model, process_group\)"
-        )
-    layer(x)
-
-
-@pytest.mark.two_ranks
-@on_cpu
-def test_another_thread_on_the_same_group_is_advised(
-    ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A collective of dcp.async_save's thread meets one of the layers, so all ranks wait in one call. Here rank 1 only
-    takes its time there."""
-    layer, x = layer_and_input(ranks)
-    all_reduce = reduction.all_reduce
-    expected = rf"ranks 0-1: in SyncBatchNorm forward, call 1{WRITTEN}\nAll ranks are .*=dist\.new_group\(\)"
-
-    def all_reduce_late(*arguments: Any) -> Tensor:
-        for rank in range(2 * ranks.rank):
-            reports.wait_for(expected, rank)
-        return all_reduce(*arguments)
-
-    monkeypatch.setattr(reduction, "all_reduce", all_reduce_late)
-    layer(x)
-    dist.barrier()  # all have read the positions
-
-
-@pytest.mark.two_ranks
-@on_cpu
-def test_a_wait_beside_another_thread_is_told(ranks: Ranks, reports: Reports) -> None:
-    """A thread waits in a layer, while another thread goes on in one of another group."""
-    (waits, x), (goes_on, _) = layer_and_input(ranks), layer_and_input(ranks)
-    waits.process_group, goes_on.process_group = dist.new_group(), dist.new_group()
-    for layer in (waits, goes_on):
-        layer(x)
-    expected = (
-        rf"rank 0 has waited \d+ s for others.\nrank 0: in SyncBatchNorm forward, call 2{WRITTEN}\n"
-        r"rank 1: last seen after SyncBatchNorm forward, call \d+ on another process group\n"
-    )
-
-    def wait() -> None:
-        if ranks.rank == 1:
-            reports.wait_for(expected)
-        waits(x)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    while ranks.total(torch.tensor(thread.is_alive())):
-        goes_on(x)
-    dist.barrier()
-
-
-@pytest.mark.two_ranks
-@on_cpu
-def test_the_first_calls_of_two_threads_start_one_watchdog(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    voting.world.make_anew()  # in which no layer has been called
-    layers = [syncbn.SyncBatchNorm(3, process_group=dist.new_group()) for _ in range(2)]
-    write = ThisRank.write_position  # in the constructor: both threads are to be there at once
-    monkeypatch.setattr(ThisRank, "write_position", lambda rank: (time.sleep(0.2), write(rank)))
-    threads = [threading.Thread(target=layer, args=[torch.randn(4, 3)]) for layer in layers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert layers[0]._call_site.rank is layers[1]._call_site.rank
-    dist.barrier()
 
 
 def test_a_copied_layer_is_another_one(ranks: Ranks) -> None:
@@ -535,123 +260,11 @@ def test_a_copied_layer_is_another_one(ranks: Ranks) -> None:
     second = copy.copy(first)
     vars(second).update(vars(first))
     second(x)
-    layer = second if ranks.rank else first
     if torch.cuda.is_available():
         assert second._call_site is not first._call_site
         return
-    with pytest.raises(
-        RuntimeError,
-        match=r"layers or calls.\nrank 0: in SyncBatchNorm forward, call 2; number \d+ of SyncBatchNorm\(3\)\n",
-    ):
-        layer(x)
-
-
-@pytest.mark.two_ranks
-@on_cpu
-def test_a_rank_that_is_35_s_late(ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other warns once, and both go on. (Here rank 0's wait in the first forward counts as one of 35 s.)"""
-    monkeypatch.setattr(collective.Collective, "next_warning_seconds", collective.FIRST_WARNING_SECONDS)
-    is_long = lambda begun: ranks.rank == 0 and begun.description() == "SyncBatchNorm forward, call 1"  # noqa: E731
-    monkeypatch.setattr(collective.Collective, "seconds", lambda begun: 35.0 * is_long(begun))
-    layer, x = layer_and_input(ranks)
-    if ranks.rank == 1:
-        reports.wait_for("syncbn: rank 0 has waited 35 s for others.")
-    for _ in range(3):
-        layer(x).sum().backward()
-    assert reports.text.count(" has waited ") == (ranks.rank == 0)
-    dist.barrier()
-
-
-# The store.
-
-
-@pytest.fixture
-def reader(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> ThisRank:
-    """This rank with a store of its own, and no thread that writes to it."""
-    monkeypatch.setattr(positions, "default_store", dist.HashStore)
-    return ThisRank(dist.group.WORLD)
-
-
-def write_as_others(reader: ThisRank, position: Position) -> str:
-    """Write the position of all other ranks, whose words are returned."""
-    others = [rank for rank in range(reader.num_ranks) if rank != reader.rank]
-    for other in others:
-        reader.store.set(f"{reader.prefix}/{other}/position", json.dumps(position))
-    return format_ranks(others)
-
-
-def test_positions_before_a_restart_are_not_read(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun may keep the store when it starts the ranks again."""
-    others = write_as_others(reader, Position("0", 10**9, "forward", "bn forward, call 7"))
-    assert f"{others}: last seen after bn forward, call 7\n" in report.report_positions(reader, None)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setattr(positions, "default_store", lambda: reader.store)
-    assert f"{format_ranks([*range(reader.num_ranks)])}: has not been seen\n" in report.report_positions(
-        ThisRank(dist.group.WORLD), None
-    )
-
-
-def test_ages_are_reported(reader: ThisRank) -> None:
-    """By the clock of the host that wrote the position, which may be behind or ahead: it decides nothing."""
-    for seconds, age in ((40, "; written 40 s ago"), (-3000, ""), (10**6, "; written 1000000 s ago")):
-        others = write_as_others(reader, Position("0", 7, "forward", "bn forward, call 7", time=time.time() - seconds))
-        assert f"{others}: last seen after bn forward, call 7{age}\n" in report.report_positions(reader, None)
-
-
-def test_the_causes_of_an_abort_by_gloo(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process ends without a word of syncbn, for example when one rank alone validates in training mode."""
-    monkeypatch.setattr(report, "process_state", lambda process: f"its process ({process}) has ended")
-    position = Position("0", 7, "forward", "bn forward, call 7", process=7, host=positions.this_host())
-    others, text = write_as_others(reader, position), report.report_positions(reader, None)
-    assert f"{others}: last seen after bn forward, call 7; its process (7) has ended\n" in text
-    assert re.search(r"gloo::EnforceNotMet.*\n(- .*\n)+- .*once more, .* validate .* model\.eval\(\)\.\n", text), text
-
-
-def test_a_rank_may_leave_while_its_position_is_read(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes so before its process ends, but after another rank has read its position."""
-    written = Position(process=7, host=positions.this_host())
-
-    def process_state(process: int) -> str:
-        write_as_others(reader, written._replace(departure="has left with care"))
-        return f"its process ({process}) has ended"
-
-    monkeypatch.setattr(report, "process_state", process_state)
-    others = write_as_others(reader, written)
-    assert f"{others}: has left with care" in report.report_positions(reader, None)
-
-
-def test_a_process_in_place_of_another_has_not_ended(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher of the user's own may start one rank again: its position takes the place of the ended process's."""
-    written = Position("0", 7, "forward", "bn forward, call 7", process=7, host=positions.this_host())
-
-    def process_state(process: int) -> str:
-        write_as_others(reader, Position(process=8, host=positions.this_host()))
-        return f"its process ({process}) has ended"
-
-    write_as_others(reader, written)
-    monkeypatch.setattr(report, "process_state", process_state)
-    assert f"{format_ranks([*range(reader.num_ranks)])}: has not been seen" in report.report_positions(reader, None)
-
-
-@pytest.mark.two_ranks
-@on_cpu
-def test_a_default_group_made_again_on_the_same_store(
-    ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One rank alone is known in the first, and late in the second: no rank stalls, and the report has the age of what
-    the late rank wrote in the first group, here 35 s before."""
-    store = dist.PrefixStore("of this test", voting.world.store)
-    monkeypatch.setattr(positions, "default_store", lambda: store)
-    voting.world.make_anew()
-    if ranks.rank == 1:
-        with mock.patch.object(time, "time", return_value=time.time() - 35):
-            watchdog.this_rank()
-            voting.world.leave()
-    voting.world.make_anew()
-    layer, x = layer_and_input(ranks)
-    if ranks.rank == 1:
-        reports.wait_for(rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has left; written \d\d+ s ago\n")
-    layer(x)
+    with pytest.raises(RanksDifferError, match=r"rank 0: in SyncBatchNorm .*; number \d+ of SyncBatchNorm\(3\)\n"):
+        (second if ranks.rank else first)(x)
 
 
 @on_cpu
@@ -675,9 +288,325 @@ def test_an_equal_fault_is_explained_anew(ranks: Ranks, monkeypatch: pytest.Monk
     if ranks.rank == 0:
         monkeypatch.setattr(ThisRank, "write", lambda *arguments: (time.sleep(0.3), write(*arguments)))
     for call in (1, 2):
-        said = rf"SyncBatchNorm forward, call {call}.\nrank 0: .* got {call} " if ranks.rank else f" got {call} "
-        with pytest.raises(ValueError, match=said):
+        message = rf"SyncBatchNorm forward, call {call}.\nrank 0: .* got {call} " if ranks.rank else f" got {call} "
+        with pytest.raises(ValueError, match=message):
             layer(x if ranks.rank else x[:, :call])
+
+
+# Long waits. Rank 1 is late until rank 0 has reported what is expected.
+
+
+@on_cpu
+def test_nan_is_explained_once(ranks: Ranks) -> None:
+    """Each layer warns once, in one line. NaN of rank 0 in the first layer reaches the second on all ranks."""
+    warn_once.cache_clear()
+    model, x = Model(), torch.full((4, 3), torch.nan if ranks.rank == 0 else 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(x)
+    line = f"syncbn: NaN or infinity in the input of {{}} forward, call 1 on rank {ranks.rank}."
+    texts = [str(one.message) for one in caught]
+    assert "Check the batch of the rank that warned first" in texts.pop(1)
+    assert texts == [line.format(layer) for layer in ("bn1", "bn2")[ranks.rank > 0 :]]
+
+
+@pytest.mark.two_ranks
+@on_cpu
+def test_models_of_one_name_with_other_channels(ranks: Ranks, reports: Reports) -> None:
+    """A rank that is late in the second is late: it has not called another layer."""
+    for channels, root in ((3, "First"), (4, "Second")):
+        model = type(root, (nn.Module,), {})()
+        model.bn = nn.BatchNorm1d(channels)
+        syncbn.convert_syncbn_model(model)
+        if channels == 4 and ranks.rank == 1:
+            reports.wait_for(rf"rank 1: last seen after bn forward, call 1{WRITTEN}\n")
+        model.bn(torch.randn(4, channels))
+    assert "channels over" not in reports.text
+    dist.barrier()
+
+
+class CompilationError(Exception):
+    """Stands for Triton's, which is of no class that syncbn knows."""
+
+
+# What a rank cannot do alone, and the all_reduce that it leaves out.
+LONE_ERRORS: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], object], str]] = {
+    "forward": (lambda layer, x, y: layer(x), "SyncBatchNorm forward, call 2"),
+    "backward": (lambda layer, x, y: y.sum().backward(retain_graph=True), "SyncBatchNorm backward, call 1"),
+    "batch_norm_backward": (
+        lambda layer, x, y: batch_norm_backward(x, x, torch.zeros(3), torch.ones(3)),
+        r"batch_norm_backward backward, call \d+",
+    ),
+}
+
+
+@pytest.mark.two_ranks
+@on_cpu
+@pytest.mark.parametrize("context", [contextlib.nullcontext, DebugMode], ids=["fast path", "fallback"])
+@pytest.mark.parametrize("name", LONE_ERRORS)
+def test_an_error_of_one_rank_alone_is_reported_by_the_others(
+    ranks: Ranks, reports: Reports, name: str, context: Callable[[], contextlib.AbstractContextManager[object]]
+) -> None:
+    """As on a GPU of Intel, where no rank reads a mark: its kernels do not compile; the program handles the error."""
+    run, description = LONE_ERRORS[name]
+    layer, x = layer_and_input(ranks)
+    y = layer(x.requires_grad_())
+    if ranks.rank == 1:
+        fail = mock.Mock(side_effect=CompilationError("at 12:4:\nand much more"))
+        with contextlib.ExitStack() as broken:
+            broken.enter_context(mock.patch.object(fallback, "_device_of", return_value=torch.device("xpu")))
+            for back_end in (cpu, operators):
+                broken.enter_context(mock.patch.object(back_end.Forward, "forward_sums", fail))
+                broken.enter_context(mock.patch.object(back_end.Backward, "backward_sums", fail))
+            with context(), pytest.raises(CompilationError):
+                run(layer, x, y)
+        reports.wait_for(
+            rf"rank 0 has waited \d+ s for others\.\nrank 0: in {description}{WRITTEN}\n"
+            r"rank 1: last seen after SyncBatchNorm forward, call 1; has raised \S*CompilationError: at 12:4:"
+            rf"{WRITTEN}\n"
+        )
+    with context():
+        run(layer, x, y)
+    assert "Every rank must" not in reports.text
+    dist.barrier()
+
+
+@pytest.mark.two_ranks
+@on_cpu
+def test_an_error_of_a_saved_tensors_hook_is_reported(ranks: Ranks, reports: Reports) -> None:
+    """As of torch.autograd.graph.save_on_cpu, or of activation checkpointing, which computes again."""
+    layer, x = layer_and_input(ranks)
+    is_broken = ranks.rank == 1
+
+    def unpack(tensor: Tensor) -> Tensor:
+        if is_broken:
+            raise MemoryError("no room")
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        y = layer(x.requires_grad_())
+    if ranks.rank == 1:
+        with pytest.raises(MemoryError):
+            y.sum().backward(retain_graph=True)
+        is_broken = False
+        reports.wait_for("rank 1: last seen after SyncBatchNorm forward, call 1; has raised MemoryError: no room")
+    y.sum().backward()
+    dist.barrier()
+
+
+@pytest.mark.two_ranks
+@on_cpu
+def test_a_call_on_one_rank_alone(ranks: Ranks, reports: Reports) -> None:
+    """As to count FLOPs, or inside a DistributedDataParallel of some ranks."""
+    voting.world.make_anew()  # in which no layer has been called
+    layer, x = layer_and_input(ranks)
+    if ranks.rank == 1:
+        reports.wait_for(
+            rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has not been seen\nPossible causes:\n"
+            r"- A rank is late, .*\n(- .*\n)+Every rank .*call model\.eval\(\)\. .* "
+            r"convert_syncbn_model\(model, process_group\)"
+        )
+    layer(x)
+    dist.barrier()
+
+
+@pytest.mark.two_ranks
+@on_cpu
+def test_another_thread_on_the_same_group(ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective of dcp.async_save's thread meets one of the layers, so all ranks wait in one call. Here rank 1 only
+    takes its time there."""
+    layer, x = layer_and_input(ranks)
+    all_reduce = reduction.all_reduce
+    expected = rf"ranks 0-1: in SyncBatchNorm forward, call 1{WRITTEN}\nAll ranks are .*=dist\.new_group\(\)"
+
+    def all_reduce_late(*arguments: Any) -> Tensor:
+        for rank in range(2 * ranks.rank):
+            reports.wait_for(expected, rank)
+        return all_reduce(*arguments)
+
+    monkeypatch.setattr(reduction, "all_reduce", all_reduce_late)
+    layer(x)
+    dist.barrier()  # all have read the positions
+
+
+@pytest.mark.two_ranks
+@on_cpu
+def test_a_wait_of_one_of_two_threads(ranks: Ranks, reports: Reports) -> None:
+    """A thread waits in a layer, while another thread goes on in one of another group."""
+    (waits, x), (goes_on, _) = layer_and_input(ranks), layer_and_input(ranks)
+    waits.process_group, goes_on.process_group = dist.new_group(), dist.new_group()
+    for layer in (waits, goes_on):
+        layer(x)
+
+    def wait() -> None:
+        if ranks.rank == 1:
+            reports.wait_for(
+                rf"rank 0 has waited \d+ s for others.\nrank 0: in SyncBatchNorm forward, call 2{WRITTEN}\n"
+                r"rank 1: last seen after SyncBatchNorm forward, call \d+ on another process group\n"
+            )
+        waits(x)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while ranks.total(torch.tensor(thread.is_alive())):
+        goes_on(x)
+
+
+@pytest.mark.two_ranks
+@on_cpu
+def test_the_first_calls_of_two_threads_start_one_watchdog(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    voting.world.make_anew()  # in which no layer has been called
+    layers = [syncbn.SyncBatchNorm(3, process_group=dist.new_group()) for _ in range(2)]
+    write = ThisRank.write_position  # in the constructor: both threads are to be there at once
+    monkeypatch.setattr(ThisRank, "write_position", lambda rank: (time.sleep(0.2), write(rank)))
+    threads = [threading.Thread(target=layer, args=[torch.randn(4, 3)]) for layer in layers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert layers[0]._call_site.rank is layers[1]._call_site.rank
+    dist.barrier()
+
+
+@pytest.mark.two_ranks
+@on_cpu
+def test_a_rank_that_is_35_s_late(ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other warns once, and both go on. (Here rank 0's wait in the first forward counts as one of 35 s.)"""
+    monkeypatch.setattr(collective.Collective, "next_warning_seconds", collective.FIRST_WARNING_SECONDS)
+    is_long = lambda begun: ranks.rank == 0 and begun.description() == "SyncBatchNorm forward, call 1"  # noqa: E731
+    monkeypatch.setattr(collective.Collective, "seconds", lambda begun: 35.0 * is_long(begun))
+    layer, x = layer_and_input(ranks)
+    if ranks.rank == 1:
+        reports.wait_for("syncbn: rank 0 has waited 35 s for others.")
+        time.sleep(0.5)  # in which rank 0 does not warn again
+    for _ in range(3):
+        layer(x).sum().backward()
+    assert reports.text.count(" has waited ") == (ranks.rank == 0)
+    dist.barrier()
+
+
+@pytest.mark.two_ranks
+@on_cpu
+def test_other_waits_are_not_reported(ranks: Ranks, reports: Reports) -> None:
+    """Of data, in a hook of backward, in many short collectives, in evaluation: all longer than the patience."""
+    layer, x = layer_and_input(ranks)
+    y = layer(x.requires_grad_())
+    with contextlib.suppress(queue.Empty):
+        queue.SimpleQueue[None]().get(timeout=0.8)
+    y.register_hook(lambda _: (time.sleep(0.8), dist.barrier())[1])
+    y.sum().backward()
+    for _ in range(80):
+        dist.barrier()
+        time.sleep(0.01)
+    end = torch.tensor(time.monotonic() + 0.8)
+    dist.broadcast(end, 0)
+    while time.monotonic() < end:
+        layer.eval()(x)
+    dist.barrier()
+    assert not reports.text
+
+
+def test_an_error_of_the_gpu_keeps_its_text(ranks: Ranks) -> None:
+    """CUDA raises it where the host waits next, here in our all_reduce: the text must not say that the ranks differ."""
+    layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3)
+    layer(x)
+    context = eager_reduction(None, layer, x.dtype).new_collective("forward")
+    with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised, context:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert "surfaced in SyncBatchNorm forward, call 2" in raised.value.__notes__[0]
+
+
+# The store.
+
+
+@pytest.fixture
+def reader(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> ThisRank:
+    """This rank with a store of its own, and no thread that writes to it."""
+    monkeypatch.setattr(positions, "default_store", dist.HashStore)
+    return ThisRank(dist.group.WORLD)
+
+
+def write_as_others(reader: ThisRank, position: Position) -> str:
+    """Write the position of all other ranks, and return how reports name them."""
+    others = [rank for rank in range(reader.num_ranks) if rank != reader.rank]
+    for other in others:
+        reader.store.set(f"{reader.prefix}/{other}/position", json.dumps(position))
+    return format_ranks(others)
+
+
+AFTER_CALL_7 = Position("0", 7, "forward", "bn forward, call 7")
+
+
+def test_positions_before_a_restart_are_not_read(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun may keep the store when it starts the ranks again."""
+    others = write_as_others(reader, AFTER_CALL_7)
+    assert f"{others}: last seen after bn forward, call 7\n" in report.report_positions(reader, None)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(positions, "default_store", lambda: reader.store)
+    everyone = format_ranks([*range(reader.num_ranks)])
+    assert f"{everyone}: has not been seen\n" in report.report_positions(ThisRank(dist.group.WORLD), None)
+
+
+def test_ages_are_reported(reader: ThisRank) -> None:
+    """By the clock of the host that wrote the position, which may be behind or ahead: it decides nothing."""
+    for seconds, age in ((4000, r"; written 40\d\d s ago"), (-3000, "")):
+        others = write_as_others(reader, AFTER_CALL_7._replace(time=time.time() - seconds))
+        where = report.report_positions(reader, None)
+        assert re.search(f"{others}: last seen after bn forward, call 7{age}\n", where), where
+
+
+def test_the_causes_of_an_abort_by_gloo(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process ends without a word of syncbn, for example when one rank alone validates in training mode."""
+    monkeypatch.setattr(report, "process_state", lambda process: f"its process ({process}) has ended")
+    others = write_as_others(reader, AFTER_CALL_7._replace(process=7, host=positions.this_host()))
+    text = report.report_positions(reader, None)
+    assert f"{others}: last seen after bn forward, call 7; its process (7) has ended\n" in text
+    assert re.search(r"gloo::EnforceNotMet.*\n(- .*\n)+- .*once more, .* validate .* model\.eval\(\)\.\n", text), text
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [({"departure": "has left with care"}, "has left with care"), ({"process": 8}, "has not been seen")],
+)
+def test_a_position_that_changes_while_it_is_read(
+    reader: ThisRank, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], line: str
+) -> None:
+    """A rank writes that it leaves before its process ends, but after another rank has read its position. Or a launcher
+    of the user's own starts the rank again: its position takes the place of the ended process's."""
+    written = Position(process=7, host=positions.this_host())
+
+    def process_state(process: int) -> str:
+        write_as_others(reader, written._replace(**change))
+        return f"its process ({process}) has ended"
+
+    monkeypatch.setattr(report, "process_state", process_state)
+    write_as_others(reader, written)
+    where = report.report_positions(reader, None)
+    assert line in where
+    assert "has ended" not in where
+
+
+@pytest.mark.two_ranks
+@on_cpu
+def test_a_default_group_made_again_on_the_same_store(
+    ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank alone is known in the first, and late in the second: no rank stalls, and the report has the age of what
+    the late rank wrote in the first group, here 35 s before."""
+    store = dist.PrefixStore("of this test", voting.world.store)
+    monkeypatch.setattr(positions, "default_store", lambda: store)
+    voting.world.make_anew()
+    if ranks.rank == 1:
+        with mock.patch.object(time, "time", return_value=time.time() - 35):
+            watchdog.this_rank()
+            voting.world.leave()
+    voting.world.make_anew()
+    layer, x = layer_and_input(ranks)
+    if ranks.rank == 1:
+        reports.wait_for(rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has left; written \d\d+ s ago\n")
+    layer(x)
+    dist.barrier()
 
 
 @pytest.mark.two_ranks
@@ -686,20 +615,18 @@ def test_default_groups_one_after_another_leave_nothing(ranks: Ranks, monkeypatc
 
     def left() -> list[object]:
         gc.collect()
-        kinds = ThisRank, GroupState, Site
         threads = [thread for thread in threading.enumerate() if thread.name == "syncbn.watchdog"]
-        return [*threads, *(one for one in gc.get_objects() if isinstance(one, kinds))]
+        return [*threads, *(one for one in gc.get_objects() if isinstance(one, (ThisRank, GroupState, Site)))]
 
-    before, store, model = left(), dist.HashStore(), Block().to(ranks.device)
+    before, store, model = left(), dist.HashStore(), syncbn.SyncBatchNorm(3, device=ranks.device)
     monkeypatch.setattr(positions, "default_store", lambda: store)
-    for _ in range(20):
+    for _ in range(5):
         voting.world.make_anew()
         model(torch.randn(4, 3, device=ranks.device)).sum().backward()
     del model
     voting.world.make_anew()
-    while len(left()) > len(before):  # threads end soon
-        time.sleep(0.02)
-    assert store.num_keys() == 1 + 2  # the position, and how each layer was called
+    wait_until(lambda: len(left()) <= len(before))  # threads end soon
+    assert store.num_keys() == 2  # the position, and how the layer was called
 
 
 @pytest.mark.parametrize("answered", [(), ("set",)])  # a write fails, or what is read
@@ -713,8 +640,7 @@ def test_a_store_that_is_gone_is_called_once(
     for _ in range(4):
         reader.departure += "-"
         reader.write_position()
-        where = report.report_positions(reader, None)
-        assert "not known, as the process group's store does not answer" in where
+        assert "the process group's store does not answer" in report.report_positions(reader, None)
     assert calls.call_count == 1
 
 
@@ -732,6 +658,7 @@ def test_a_slow_answer_of_the_store_ends_one_report_alone(reader: ThisRank, monk
         assert unknown in report.report_positions(reader, None)
     answers.set()
     reader.report_thread.join()
+    monkeypatch.setattr(report, "READ_SECONDS", 60.0)
     assert f"{others}: has left" in report.report_positions(reader, None)
     reader.store.check.side_effect = dist.DistStoreError("wait timeout after 3000ms")
     assert unknown in report.report_positions(reader, None)
@@ -759,34 +686,3 @@ def test_a_store_that_grows_gets_positions_that_last(reader: ThisRank) -> None:
     assert reader.written_position == written
     watchdog._poll(reader, moved)
     assert reader.written_position == moved
-
-
-@pytest.mark.two_ranks
-@on_cpu
-def test_other_waits_are_not_told(ranks: Ranks, reports: Reports) -> None:
-    """Of data, in a hook of backward, in many short collectives, in evaluation: all longer than the patience."""
-    layer, x = layer_and_input(ranks)
-    y = layer(x.requires_grad_())
-    with contextlib.suppress(queue.Empty):
-        queue.SimpleQueue[None]().get(timeout=1)
-    y.register_hook(lambda _: (time.sleep(1), dist.barrier())[1])
-    y.sum().backward()
-    for _ in range(100):
-        dist.barrier()
-        time.sleep(0.01)
-    end = torch.tensor(time.monotonic() + 1)
-    dist.broadcast(end, 0)
-    while time.monotonic() < end:
-        layer.eval()(x)
-    dist.barrier()
-    assert not reports.text
-
-
-def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
-    """CUDA raises it where the host waits next, here in our all_reduce: the text must not say that the ranks differ."""
-    layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3)
-    layer(x)
-    context = eager_reduction(None, layer, x.dtype).new_collective("forward")
-    with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised, context:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    assert "surfaced in SyncBatchNorm forward, call 2" in raised.value.__notes__[0]

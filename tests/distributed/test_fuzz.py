@@ -6,6 +6,7 @@ Each step is compared with the float64 oracle of the batch of the layer's group.
 """
 
 import copy
+import math
 import pickle
 import random
 from types import SimpleNamespace
@@ -60,7 +61,9 @@ def draw_program(draw: random.Random, num_ranks: int) -> tuple[SimpleNamespace, 
             layouts=(one_of(LAYOUTS), one_of(LAYOUTS)),  # of input and gradient
             classes=[draw.choices(CLASSES, k=4) for _ in range(num_ranks)],  # of each rank's x, z, mask and dy
             residual=one_of([False, True]),
-            mask=one_of(["", "", "samples", "positions", "nothing"]),
+            mask=one_of(["", "", "samples", "positions", "shared", "nothing"]),
+            shares=draw.choices([False, True], k=4),  # by dim: a shared mask has a size of 1 there
+            poison=one_of([0.0, math.nan, math.inf]),  # where nothing counts
             # of each rank's input; without parameters the ranks must agree
             wants_gradient=draw.choices([False, True], k=num_ranks) if affine else [one_of([False, True])] * num_ranks,
             seed=draw.randint(0, 2**16),
@@ -107,16 +110,20 @@ class Batch:
             x += 100
         elif step.values == "one outlier" and x.numel():
             x.view(-1)[0] = 1e4 if kind.dtype != torch.float16 else 100  # whose square fits
-        self.x = laid_out(x.to(kind.dtype).to(device), step.layouts[0])
-        self.dy = laid_out(normal().to(kind.dtype).to(device), step.layouts[1])
-        self.z = normal().to(kind.dtype).to(device) if step.residual else None
-        self.mask = None
+        dy, z, self.mask = normal(), normal(), None
         self.counted = torch.ones(places, dtype=torch.bool, device=device).view(-1)  # the rows that the mask counts
         if step.mask:
-            shape = places[:1] + (1,) * len(kind.inner) if step.mask == "samples" else places
+            shares = {"samples": (False, True, True, True), "shared": step.shares}.get(step.mask, (False,) * 4)
+            shape = tuple(1 if is_shared else size for size, is_shared in zip(places, shares, strict=False))
             mask = (torch.rand(shape, generator=generator) < (0.0 if step.mask == "nothing" else 0.6)).to(device)
             self.mask = mask.view(-1) if step.mask == "samples" else mask
             self.counted = mask.expand(places).reshape(-1)
+            if step.action == "train" and "expanded" not in step.layouts:  # which repeats what may not count
+                ignored = ~mask.expand(places).unsqueeze(self.channel_dim).cpu()
+                x, dy, z = (one.masked_fill(ignored, step.poison) for one in (x, dy, z))
+        self.x = laid_out(x.to(kind.dtype).to(device), step.layouts[0])
+        self.dy = laid_out(dy.to(kind.dtype).to(device), step.layouts[1])
+        self.z = z.to(kind.dtype).to(device) if step.residual else None
 
     def rows(self, tensor: Tensor) -> Tensor:
         return tensor.movedim(self.channel_dim, -1).reshape(-1, self.kind.channels)
@@ -215,9 +222,10 @@ class Program:
     def own(self, step: SimpleNamespace, batch: Batch) -> list[Tensor | None]:
         """This rank's x, z, mask and dy, of their classes."""
         wholes, classes = (batch.x, batch.z, batch.mask, batch.dy), step.classes[self.ranks.rank]
+        shares = [None if one is None else one[batch.mine] if len(one) == len(batch.x) else one for one in wholes]
         return [
-            None if whole is None else whole[batch.mine].detach().as_subclass(subclass)
-            for whole, subclass in zip(wholes, classes, strict=True)
+            None if share is None else share.detach().as_subclass(subclass)
+            for share, subclass in zip(shares, classes, strict=True)
         ]
 
     def output_class(self, x: Tensor, z: Tensor | None) -> type[Tensor]:

@@ -141,17 +141,17 @@ def test_a_layer_whose_own_group_was_destroyed_does_not_train_alone(ranks: Ranks
     layer, x = layer_of(mesh.get_group(), ranks), batch(ranks)
     layer(x)
     voting.world.leave() if all_groups else dist.destroy_process_group(mesh.get_group())
-    try:
-        with pytest.raises(RuntimeError, match="was destroyed, or no such group exists here; create the group"):
-            layer(x)
-        assert layer.num_batches_tracked == 1
-        layer.eval()(x)
-        assert "process_group=" in repr(layer)
-        layer.process_group = None
-        assert all_groups or all_share(layer, ranks)
-    finally:
-        if all_groups:
-            voting.world.enter()
+    with (
+        unchanged(layer),
+        pytest.raises(RuntimeError, match="was destroyed, or no such group exists here; create the group"),
+    ):
+        layer(x)
+    layer.eval()(x)
+    assert "process_group=" in repr(layer)
+    if all_groups:
+        voting.world.enter()
+    layer.process_group = None
+    assert all_share(layer, ranks)
 
 
 def test_a_group_of_an_int_that_was_destroyed(ranks: Ranks) -> None:

@@ -1,6 +1,7 @@
 """Catches layers of one name that are taken for one another, and programs that are refused though the ranks agree."""
 
 import copy
+import functools
 import gc
 import pickle
 from collections.abc import Callable, Iterator
@@ -111,28 +112,6 @@ def test_a_deleted_model_gives_its_number_to_no_other(ranks: Ranks) -> None:
 # Programs that go on. `at` is the rank that differs.
 
 
-class Timed(nn.Module):
-    """What one rank wraps its blocks in."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x)
-
-
-@pytest.mark.parametrize("at", [0, 1])
-def test_blocks_that_one_rank_wraps_after_conversion(ranks: Ranks, at: int) -> None:
-    """As to time them: names are those of the conversion."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(2)))
-    syncbn.convert_syncbn_model(model)
-    if ranks.rank == at:
-        for index in range(2):
-            model[index] = Timed(model[index])
-    train(model)
-
-
 REPLACED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "copied": copy.deepcopy,
     "pickled": lambda model: pickle.loads(pickle.dumps(model)),
@@ -164,18 +143,6 @@ def test_a_bad_argument_in_the_first_call_of_a_replaced_model(ranks: Ranks, at: 
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_folds_in_reference_cycles(ranks: Ranks, at: int) -> None:
-    """The ranks collect their models at different times."""
-    for _ in range(3):
-        model = build()
-        vars(model)["cycle"] = [model]
-        train(model)
-        if ranks.rank == at:
-            del model
-            gc.collect()
-
-
-@pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("alone", ["evaluates", "trains"])
 def test_a_second_default_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, alone: str, at: int) -> None:
     """In the first one rank alone has called layers. None then asks what another has called before."""
@@ -188,33 +155,27 @@ def test_a_second_default_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, a
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_models_of_one_class(ranks: Ranks, at: int) -> None:
-    """One rank has one more, which evaluates, and a copy that does."""
+def test_one_rank_wraps_a_block_and_evaluates_other_models(ranks: Ranks, at: int) -> None:
+    """As to time the block, after the conversion, whose names hold. The other models are of the same class."""
     first, second = build(), build()
+    called = first
     if ranks.rank == at:
         build().eval()(x())
-    train(first, second)
+        called = nn.Sequential(first)
+    train(called, second)
     if ranks.rank == at:
         copy.deepcopy(first).eval()(x())
-    train(first, second)
+    train(called, second)
 
 
-def test_a_layer_in_two_models() -> None:
+def test_layers_that_are_called_several_times() -> None:
+    """In two models, by checkpointing within backward, and with two backwards of each of two calls."""
     first, second = build(), build()
     train(first, second, nn.Sequential(first[1], nn.Linear(3, 3), second[1], first[1]))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(use_reentrant: bool) -> None:
-    """Which calls each layer a second time, within backward."""
-    first, second = build(), build()
-    train(lambda x: checkpoint(second, checkpoint(first, x, use_reentrant=use_reentrant), use_reentrant=use_reentrant))
-
-
-def test_retain_graph() -> None:
-    """Two backwards of each of two calls."""
-    model = build()
-    losses = [model(x()).square().sum() for _ in range(2)]
+    for use_reentrant in (True, False):
+        recompute = functools.partial(checkpoint, use_reentrant=use_reentrant)
+        train(lambda x, recompute=recompute: recompute(second, recompute(first, x)))
+    losses = [first(x()).square().sum() for _ in range(2)]
     for retain_graph in (True, False):
         for loss in losses:
             loss.backward(retain_graph=retain_graph)

@@ -4,6 +4,7 @@ Begin here; other files try many more cases.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from training import unchanged
 from voting import Ranks
-from whole_batch import check_step, new_layer
 
 import syncbn
 
@@ -22,8 +22,22 @@ C = 3
 
 def train_as_one_rank(ranks: Ranks, *sizes: int) -> syncbn.SyncBatchNorm:
     """A step with so many samples on the first ranks, and 2 on the others, must equal that of one rank with all."""
-    layer = new_layer(ranks, C, dtype=torch.float64)
-    check_step(ranks, layer, [*sizes, *[2] * ranks.size][: ranks.size], (5,), torch.float64)
+    sizes = (*sizes, *[2] * ranks.size)[: ranks.size]
+    torch.manual_seed(0)
+    alone = nn.BatchNorm1d(C, dtype=torch.float64, device=ranks.device)
+    for parameter in alone.parameters():
+        nn.init.normal_(parameter)
+    layer = syncbn.convert_syncbn_model(copy.deepcopy(alone))
+    x = torch.randn(sum(sizes), C, 5, dtype=torch.float64).to(ranks.device).requires_grad_()
+    own = ranks.slices([*sizes])
+    my_x = x[own].detach().requires_grad_()
+    y, expected = layer(my_x), alone(x)
+    y.sin().sum().backward()
+    expected.sin().sum().backward()
+    close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    close((y, my_x.grad), (expected[own], x.grad[own]))
+    close([ranks.total(one.grad) for one in layer.parameters()], [one.grad for one in alone.parameters()])
+    close(layer.state_dict(), alone.state_dict())
     return layer
 
 

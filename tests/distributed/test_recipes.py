@@ -1,4 +1,4 @@
-"""Catches a recipe of the guides whose code trains ranks otherwise than one process."""
+"""Catches a recipe of the guides or examples whose code trains ranks otherwise than one process."""
 
 import copy
 import importlib
@@ -120,7 +120,7 @@ def values_of(batches: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["converted", "local", "of one rank each"])
-def test_running_statistics_of_a_data_set(ranks: Ranks, kind: str) -> None:
+def test_running_statistics_of_a_data_set(ranks: Ranks, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank r has a batch less than the rank before it, and the last rank none. The second layer's input depends on how
     the first one normalises, and on the dropout."""
     torch.manual_seed(0)
@@ -142,7 +142,8 @@ def test_running_statistics_of_a_data_set(ranks: Ranks, kind: str) -> None:
     first.num_batches_tracked.fill_(ranks.rank)
     facts = lambda: [(type(part), part.training, getattr(part, "process_group", 0)) for part in model.modules()]  # noqa: E731
     before, parameters = facts(), copy.deepcopy([*model.parameters()])
-    recompute = defined("running_statistics.md", "recompute_running_stats")["recompute_running_stats"]
+    monkeypatch.syspath_prepend(EXAMPLES)
+    recompute = importlib.import_module("running_statistics").recompute_running_stats
     recompute(model, loaders[ranks.rank], torch.empty(0, 3, 4, 5, dtype=torch.float64, device=ranks.device))
     for layer, values in zip((first, second), expected, strict=True):
         torch.testing.assert_close(layer.running_mean.cpu(), values.mean(1), **EXACT)
@@ -152,7 +153,7 @@ def test_running_statistics_of_a_data_set(ranks: Ranks, kind: str) -> None:
     assert all(map(torch.equal, model.parameters(), parameters))
 
 
-def test_merged_running_statistics(ranks: Ranks) -> None:
+def test_merged_running_statistics(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ranks with different numbers of batches; rank 0 has none. Merging again changes nothing but rounding."""
     layer, untrained = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     model = nn.Sequential(layer, untrained).double().to(ranks.device)
@@ -163,8 +164,10 @@ def test_merged_running_statistics(ranks: Ranks) -> None:
     layer.num_batches_tracked.fill_(ranks.rank)
     mean = (weights * means).sum(0) / weights.sum()
     var = (weights * (means + 1 + (means - mean) ** 2)).sum(0) / weights.sum()
+    monkeypatch.syspath_prepend(EXAMPLES)
+    merge = importlib.import_module("running_statistics").merge_running_stats
     for _ in range(2):
-        defined("running_statistics.md", "merge_running_stats")["merge_running_stats"](model)
+        merge(model)
         torch.testing.assert_close((layer.running_mean, layer.running_var), (mean, var), **EXACT)
         assert layer.num_batches_tracked == ranks.size - 1
     assert torch.equal(untrained.running_var, torch.ones_like(untrained.running_var))
@@ -189,12 +192,6 @@ def test_tensors_that_are_not_equal(ranks: Ranks, source: str) -> None:
         "complex": torch.complex(x, x * last), "zero": -0.0 * x if last else 0.0 * x,
     }  # fmt: skip
     assert unequal(tensors | changes) == [*changes]
-
-
-@pytest.mark.parametrize("name", ["recompute_running_stats", "merge_running_stats"])
-def test_the_examples_have_the_recipe(name: str) -> None:
-    block = block_with("running_statistics.md", rf"(class|def) {name}\b")
-    assert block[block.index("@torch.no_grad()") :] in (EXAMPLES / "running_statistics.py").read_text()
 
 
 def test_a_hook_passes_the_mask(ranks: Ranks) -> None:
@@ -339,8 +336,8 @@ def test_a_norm_for_each_domain(ranks: Ranks, domains: list[int]) -> None:
 
 
 def test_ranks_call_a_layer_different_numbers_of_times(ranks: Ranks) -> None:
-    """As a recurrent network does (docs/rules.md, "Branches"). One process normalises, at each time step, the sequences
-    that have not ended."""
+    """As a recurrent network does (docs/rules.md, "Numbers of calls"). One process normalises, at each time step, the
+    sequences that have not ended."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double().to(ranks.device)
     x = torch.randn(ranks.size, 4, 3, dtype=torch.float64).to(ranks.device)

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import voting
 from counting import CountCollectives
 from jobs import wait_until
+from mixtures import MIXTURES, Model, X
 from played_gpu import IS_INTERPRETED, Player, play
-from torch import Tensor, nn
+from torch import Tensor
 from training import unchanged
 from voting import Ranks, Reports
 
@@ -33,20 +34,6 @@ pytestmark = [
 ]
 
 
-class Model(nn.Module):
-    """Two layers, by default over a group of their own, as a fault ends what a group can do."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__()
-        self.bn1, self.bn2 = (nn.BatchNorm1d(3) for _ in range(2))
-        syncbn.convert_syncbn_model(self, group or dist.new_group())
-
-    def forward(self, x: Tensor, *names: str) -> Tensor:
-        for name in names or ("bn1", "bn2"):
-            x = self.get_submodule(name)(x)
-        return x
-
-
 @pytest.fixture
 def player(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Player]:
     yield play(monkeypatch)
@@ -59,9 +46,6 @@ def model(player: Player) -> Model:
     model(X).sum().backward()
     dist.barrier()
     return model
-
-
-X = torch.randn(4, 3, requires_grad=True)
 
 
 def statuses(layer: syncbn.SyncBatchNorm) -> dict[int | None, status.StreamStatus]:
@@ -79,50 +63,15 @@ def text_of(call: Callable[[], object], error: type[Exception]) -> str:
     return "\n".join((str(first.value), *getattr(first.value, "__notes__", ())))
 
 
-def differentiate_twice(model: Model, y: Tensor, other: Tensor) -> None:
-    """The first of two all_reduces meets the other rank's only one, so the second raises."""
-    with pytest.raises(RanksDifferError):
-        torch.autograd.grad(y.square().sum(), X, create_graph=True)
-
-
-# What rank 0 and rank 1 do after two calls of bn2, for y and another output; what both report.
-MIXTURES: dict[str, tuple[Callable[..., object], Callable[..., object], str]] = {
-    "layers": (
-        lambda model, y, other: model.bn1(X), lambda model, y, other: model.bn2(X),
-        r"rank 0: in bn1 forward, call 2.*\nrank 1: in bn2 forward, call 4.*\nEvery rank must call the same layers",
-    ),
-    "passes": (
-        lambda model, y, other: model.bn2(X), lambda model, y, other: y.sum().backward(),
-        r"rank 0: in bn2 forward, call 4\nrank 1: in bn2 backward, call 2\nPossible causes:\n- A rank has left out",
-    ),
-    "dtypes": (
-        lambda model, y, other: model.bn1(X.bfloat16()), lambda model, y, other: model.bn1(X),
-        r"rank 0: .* with an input of torch.bfloat16\nrank 1: .*float32\nUse autocast on every rank",
-    ),
-    "graphs": (
-        differentiate_twice, lambda model, y, other: y.sum().backward(),
-        r"rank 0: in bn2 backward with create_graph .*\nrank 1: in bn2 backward, call 2\nPass create_graph",
-    ),
-    "calls": (
-        lambda model, y, other: y.square().sum().backward(),
-        lambda model, y, other: other.square().sum().backward(),
-        r"rank 0: in bn2 backward, call 2\nrank 1: in bn2 backward, call 3\nThe layer is called several times",
-    ),
-    "settings": (
-        lambda model, y, other: (setattr(model.bn1, "eps", 1e-3), model.bn1(X)), lambda model, y, other: model.bn1(X),
-        r"rank 0: .* with eps=0.001\nrank 1: .*eps=1e-05\nGive the layer the same settings",
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", MIXTURES)
 def test_ranks_that_mix_what_they_send_raise_at_the_next_call(ranks: Ranks, model: Model, name: str) -> None:
     *calls, expected = MIXTURES[name]
     y, other = model.bn2(X), model.bn2(2 * X)
     with unchanged(model):
-        calls[ranks.rank](model, y, other)
+        with contextlib.suppress(RanksDifferError):  # the second all_reduce of a call may raise
+            calls[ranks.rank](model, y, other)
         text = text_of(lambda: model.bn1(X), RanksDifferError)
-    assert re.search(expected, text), text
+    assert re.search(expected.replace("OTHERS", "rank 1"), text), text
     assert re.search(r"\nThe results of bn\d .*, call \d and all later ones are void", text), text
     dist.barrier()
 
@@ -219,7 +168,7 @@ def test_a_capture_makes_no_status(ranks: Ranks, player: Player, monkeypatch: py
     """It borrows that of another stream, with a negative sequence_number; where there is none, nothing is recorded."""
     layer = Model().bn1
     for streams in ([None, None], [7, 7], [None, None]):
-        monkeypatch.setattr(reduction, "stream_of", lambda device, streams=streams: streams[0])
+        monkeypatch.setattr(reduction, "stream_handle", lambda device, streams=streams: streams[0])
         layer(X).sum().backward()
     assert [*statuses(layer)] == [7, None]
     own_status = statuses(layer)[7]
@@ -237,7 +186,7 @@ def test_a_status_that_cannot_be_made(
     layer = Model().bn1
     for _ in range(before):  # so that kernels are cached
         layer(X)
-    monkeypatch.setattr(reduction, "stream_of", lambda device: 7)
+    monkeypatch.setattr(reduction, "stream_handle", lambda device: 7)
     monkeypatch.setattr(reduction, "StreamStatus", mock.Mock(side_effect=RuntimeError("no pinned memory")))
     with pytest.raises(RuntimeError, match="no pinned memory"):
         layer(X)
@@ -301,13 +250,13 @@ def test_faults_in_two_streams_at_once(ranks: Ranks, model: Model, monkeypatch: 
     monkeypatch.setattr(status.StreamStatus, "poll", lambda own_status, is_last: None)  # the watchdog has seen none
     streams = [5, 7]
     for stream, layers in zip(streams, ((model.bn1, model.bn2), (model.bn2, model.bn1)), strict=True):
-        monkeypatch.setattr(reduction, "stream_of", lambda device, stream=stream: stream)
+        monkeypatch.setattr(reduction, "stream_handle", lambda device, stream=stream: stream)
         layers[ranks.rank](X)
     for stream in streams[:: 1 - 2 * ranks.rank]:
-        monkeypatch.setattr(reduction, "stream_of", lambda device, stream=stream: stream)
+        monkeypatch.setattr(reduction, "stream_handle", lambda device, stream=stream: stream)
         text = text_of(lambda: model(X), RanksDifferError)
         assert "\nrank 0: in bn1 forward, call 2\nrank 1: in bn2 forward, call 2\n" in text
-    monkeypatch.setattr(reduction, "stream_of", lambda device: 0)  # which has seen no fault
+    monkeypatch.setattr(reduction, "stream_handle", lambda device: 0)  # which has seen no fault
     assert text_of(lambda: model(X), RanksDifferError) == text
     dist.barrier()
 

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,17 +20,13 @@ from training import frees_first_batch, step
 from voting import Ranks
 
 import syncbn
-from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
 from syncbn.kernels.interface import Layout
 from syncbn.ranks import report, watchdog
-from syncbn.ranks.reduction import EagerReduction
 
 has_kernels = pytest.mark.skipif("torch operations" in available(), reason="without kernels all take the fallback")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs nobody reads a total")
 C = 3
-SENT = [2 * C + 4] * 2  # forward and backward
-REPORT = 0  # among those: the ranks tell one another what they do, as one of them has a fault
 
 
 def layer_and_input(ranks: Ranks, **options: object) -> tuple[syncbn.SyncBatchNorm1d, Tensor]:
@@ -40,40 +35,18 @@ def layer_and_input(ranks: Ranks, **options: object) -> tuple[syncbn.SyncBatchNo
     return syncbn.SyncBatchNorm1d(C, device=ranks.device, **options), x
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many numbers this rank has sent in each all_reduce of a layer."""
-    numbers: list[int] = []
-    exchange = report.gather_calls
-
-    def note_gathering(*arguments: Any) -> list[report.CallReport | None]:
-        numbers.append(REPORT)
-        return exchange(*arguments)
-
-    monkeypatch.setattr(report, "gather_calls", note_gathering)
-
-    all_reduce = EagerReduction.all_reduce
-
-    def count(reduction: EagerReduction, payload: Tensor, *more: Any) -> Tensor:
-        numbers.append(payload.numel())
-        return all_reduce(reduction, payload, *more)
-
-    monkeypatch.setattr(EagerReduction, "all_reduce", count)
-    return numbers
-
-
 @has_kernels
 @pytest.mark.parametrize("watch", [functools.partial(torch.profiler.profile, acc_events=True), CountCollectives])
 @pytest.mark.parametrize("first_pass", ["forward", "backward"])
 def test_one_rank_is_watched(
-    ranks: Ranks, sent: list[int], watch: Callable[[], contextlib.AbstractContextManager[object]], first_pass: str
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, watch: Callable[[], Any], first_pass: str
 ) -> None:
     """It takes the fallback, and must send as much as the others, in the same order and signed alike; else gloo
     aborts, or the ranks compare what they do."""
+    monkeypatch.setattr(report, "gather_calls", Mock(side_effect=AssertionError))
     layer, x = layer_and_input(ranks)
     other = copy.deepcopy(layer)
     expected = step(layer, layer, x)
-    sent.clear()
     with contextlib.ExitStack() as contexts:
 
         def hook(*_: object) -> None:
@@ -82,61 +55,7 @@ def test_one_rank_is_watched(
         if ranks.rank == 0:
             (other.register_forward_pre_hook if first_pass == "forward" else other.register_forward_hook)(hook)
         actual = step(other, other, x)
-    assert sent == SENT
     torch.testing.assert_close(actual, expected)
-
-
-def nested() -> Tensor:
-    """Without strides: a check of the guards would abort the process."""
-    with warnings.catch_warnings(action="ignore"):
-        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
-
-
-def freed(tensor: Tensor) -> Tensor:
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-@has_kernels
-@on_cpu
-@pytest.mark.parametrize(
-    ("name", "bad", "message"),
-    [
-        ("eps", lambda: 0.0, "eps must be positive"),
-        ("channel_dim", lambda: 1.0, "channel_dim must be an int, got 1.0"),
-        ("input", lambda: torch.tensor(1.0), r"expected at least 2D input \(got 0D input of shape \(\)\)"),
-        ("input", lambda: torch.ones(2, C, 5, device="meta"), "the input is on meta but running_mean on cpu"),
-        ("input", lambda: None, "expected a Tensor as input, got NoneType"),
-        ("input", lambda: "text", "expected a Tensor as input, got str"),
-        ("input", lambda: [1.0], "expected a Tensor as input, got list"),
-        ("weight", lambda: [1.0], "expected weight to be a float tensor, got list"),
-        ("weight", lambda: nested(), r"weight is a NestedTensor; pass weight\.values\(\)"),
-        ("running_var", lambda: nn.UninitializedBuffer(), "uninitialized"),
-        ("z", lambda: nested(), r"z is a NestedTensor; pass z\.values\(\)"),
-        ("z", lambda: torch.ones(2, C, 5).to_sparse(), "expected a dense z, got layout torch.sparse_coo; use z"),
-        ("mask", lambda: torch.ones(2, C, 5) > 0, r"expected mask of .* got \(2, 3, 5\)"),
-        ("mask", lambda: torch.ones(2, device="meta") > 0, "the input is on cpu but mask on meta"),
-        # A kernel would find these behind the all_reduce alone, with which the others train.
-        ("input", lambda: freed(torch.ones(2, C, 5)), "the storage of a tensor was freed"),
-        ("running_mean", lambda: freed(torch.ones(C)), "the storage of a tensor was freed"),
-    ],
-)
-def test_a_bad_argument_after_kernels_were_cached(
-    ranks: Ranks, sent: list[int], name: str, bad: Callable[[], object], message: str
-) -> None:
-    """The faulty rank joins the all_reduce of the others, who are on the fast path; all raise, nothing moves."""
-    _, x = layer_and_input(ranks)
-    good = {"running_mean": torch.zeros(C), "running_var": torch.ones(C), "weight": torch.ones(C), "eps": 1.0}
-    good |= {"input": x, "training": True}
-    sync_batch_norm(**good)
-    before, faulty = copy.deepcopy(good), ranks.rank == 0
-    error = RuntimeError if faulty and message.endswith(("freed", "uninitialized")) else (TypeError, ValueError)
-    with pytest.raises(error, match=message):
-        sync_batch_norm(**(good | {name: bad()} if faulty else good))
-    assert sent == [SENT[0], SENT[0], REPORT]
-    torch.testing.assert_close(good, before, rtol=0, atol=0)
-    sync_batch_norm(**good)  # the group goes on
-    dist.barrier()
 
 
 @has_kernels

@@ -5,13 +5,12 @@ Rank 0 has tensors of subclasses beside the plain ones of other ranks; test_fuzz
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
-from tensor_subclasses import Image, MetaImage, Observed, as_class, plain
+from tensor_subclasses import MetaImage, Observed, as_class, plain
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Checkpointed, mine, require_equal_state, shard, small_model, train, whole_batches
@@ -20,7 +19,6 @@ from voting import Ranks
 import syncbn
 from syncbn.ranks import reduction as reductions
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs nobody reads a total")
 C = 3
 
 
@@ -84,24 +82,3 @@ def test_what_a_hook_does_stays_on_its_rank(ranks: Ranks, name: str, monkeypatch
     assert all_reduce.call_count == 1
     torch.testing.assert_close(layer.state_dict(), other.state_dict(), rtol=0, atol=0)
     assert torch.equal(layer(x), other(x))  # the group goes on
-
-
-@on_cpu
-@pytest.mark.parametrize("subclass", [Tensor, Image])
-@pytest.mark.parametrize(("bad", "masked"), [(torch.nan, False), (torch.inf, True)])
-def test_the_rank_of_a_nan_is_warned(ranks: Ranks, subclass: type[Tensor], bad: float, masked: bool) -> None:
-    """Rank 0, once, and no rank to which it comes by the statistics alone. It is no error: as in torch, all becomes
-    NaN."""
-    layer, x = syncbn.SyncBatchNorm1d(C), torch.randn(4, C)
-    if ranks.rank == 0:
-        x[0, 1] = bad
-    x = on_rank_0(ranks, x, subclass).requires_grad_()
-    mask = on_rank_0(ranks, torch.ones(4, dtype=torch.bool), subclass) if masked else None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            layer(x, mask=mask).sum().backward()
-    texts = [str(warning.message) for warning in caught if " on rank " in str(warning.message)]
-    expected = "syncbn: NaN or infinity in the input of SyncBatchNorm1d forward, call 1 on rank 0."
-    assert texts == [expected] * (ranks.rank == 0)
-    assert layer.running_var.isnan().tolist() == [False, True, False]

@@ -13,7 +13,7 @@ URLS = {"Repository": "https://example.org/syncbn", "Documentation": "https://gu
 def test_the_texts_that_are_explained() -> None:
     """syncbn prints them, word by word; some are put together of two."""
     guide = (ROOT / "docs" / "when_ranks_disagree.md").read_text()
-    section = guide[guide.index("These are of syncbn") : guide.index("## What syncbn reports")]
+    section = guide[guide.index("### Messages of syncbn") : guide.index("## What syncbn reports")]
     cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     source = "\n".join(file.read_text() for file in (ROOT / "syncbn").rglob("*.py"))
     source = re.sub(r'"\s+f?"', "", source)  # as Python joins strings

@@ -32,19 +32,7 @@ OUTCOMES = {"ERROR": "in_a_fixture", "FAILED": "before_a_collective with_a_graph
 
 def test_a_failure_on_one_rank_is_a_failure_on_all(tmp_path: Path) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
-    command = [
-        *ON_TWO_RANKS,
-        "--redirects",
-        "3",
-        "--log-dir",
-        tmp_path,
-        "-m",
-        "pytest",
-        "-p",
-        "voting",
-        "-rA",
-        tmp_path,
-    ]
+    command = [*ON_TWO_RANKS, *f"--redirects 3 --log-dir {tmp_path} -m pytest -p voting -rA {tmp_path}".split()]
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     assert subprocess.run(command, env=environment, capture_output=True).returncode != 0
     outputs = [path.read_text() for path in tmp_path.rglob("stdout.log")]
