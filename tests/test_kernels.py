@@ -715,8 +715,8 @@ def test_the_reference_can_be_forced() -> None:
     ("name", "value", "words"),
     [
         ("syncbn.kernels.cpu.INTERFACE_VERSION", -1, "another version"),
-        ("syncbn.kernels.cpu.FUNCTIONS", ("no_such_function",), "does not load"),
-        ("sys.platform", "darwin", "there are none for darwin"),
+        ("syncbn.kernels.cpu.FUNCTIONS", ("no_such_function",), "cannot be loaded"),
+        ("sys.platform", "darwin", "the C++ kernels do not support darwin"),
     ],
 )
 def test_a_library_that_does_not_fit(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import queue
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -38,7 +39,7 @@ from syncbn.ranks.positions import Position, ThisRank
 from syncbn.ranks.reduction import eager_reduction
 from syncbn.ranks.report import RanksDifferError
 from syncbn.ranks.sites import GroupState, Site, smallest_signature
-from syncbn.texts import format_ranks
+from syncbn.texts import format_ranks, warn_once
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
 WRITTEN = r"(; written \S+ s ago)?"
@@ -84,7 +85,7 @@ def test_backwards_of_different_calls_of_a_function(ranks: Ranks, create_graph: 
     rounds = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.to(torch.float16), lambda packed: packed)
     with rounds if ranks.rank == 0 else contextlib.nullcontext():
         differentiate([0, 1])
-    with mock.patch.object(collective, "warn"):
+    with mock.patch.object(collective, "warn"), mock.patch.object(collective, "warn_once"):
         differentiate([1, 0], torch.nan if ranks.rank == 0 else 0.0)
     with pytest.raises(RanksDifferError, match=r"differentiate different calls of a layer.\nrank 0: in .*, call \d+\n"):
         differentiate([0, 1] if ranks.rank else [1, 0])
@@ -169,7 +170,7 @@ def test_totals_that_differ_in_their_bits(
     monkeypatch.setattr(report, "ANSWER_SECONDS", 0.5)  # the ranks have no key in common
     layer, x = layer_and_input()
     y = layer(x.requires_grad_()).square().sum()
-    message = r"different layers or calls(.|\n)*has not answered(.|\n)*set SYNCBN_CHECKS=0 on every rank: .* nothing\.$"
+    message = r"different layers or calls(.|\n)*has not answered(.|\n)*set SYNCBN_CHECKS=0 on every rank, which .*\.$"
     with pytest.raises(RanksDifferError, match=message):
         torch.autograd.grad(y, x, create_graph=create_graph)
 
@@ -271,6 +272,21 @@ def test_an_equal_fault_is_explained_anew(ranks: Ranks, monkeypatch: pytest.Monk
 # Long waits. Rank 1 is late until rank 0 has reported what is expected.
 
 
+@on_cpu
+def test_nan_is_explained_once(ranks: Ranks) -> None:
+    """Each layer warns once, in one line. NaN of rank 0 in the first layer reaches the second on all ranks."""
+    warn_once.cache_clear()
+    model, x = Model(), torch.full((4, 3), torch.nan if ranks.rank == 0 else 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(x)
+    line = f"syncbn: NaN or infinity in the input of {{}} forward, call 1 on rank {ranks.rank}."
+    texts = [str(one.message) for one in caught]
+    assert "Check the batch of the rank that warned first" in texts.pop(1)
+    assert texts == [line.format(layer) for layer in ("bn1", "bn2")[ranks.rank > 0 :]]
+
+
 @pytest.mark.two_ranks
 def test_models_of_one_name_with_other_channels(ranks: Ranks, reports: Reports) -> None:
     """Rank 1 is late in the second model. The report must not say that it has called another layer."""
@@ -279,9 +295,9 @@ def test_models_of_one_name_with_other_channels(ranks: Ranks, reports: Reports) 
         model.bn = nn.BatchNorm1d(channels)
         syncbn.convert_syncbn_model(model)
         if channels == 4 and ranks.rank == 1:
-            reports.wait_for(rf"rank 1: after bn forward, call 1{WRITTEN}\n")
+            reports.wait_for(rf"rank 1: last seen after bn forward, call 1{WRITTEN}\n")
         model.bn(torch.randn(4, channels))
-    assert "has called" not in reports.text
+    assert "channels over" not in reports.text
     dist.barrier()
 
 
@@ -322,7 +338,8 @@ def test_an_error_of_one_rank_alone_is_reported_by_the_others(
                 run(layer, x, y)
         reports.wait_for(
             rf"rank 0 has waited \d+ s for others\.\nrank 0: in {description}{WRITTEN}\n"
-            rf"rank 1: after SyncBatchNorm forward, call 1; has raised \S*CompilationError: at 12:4:{WRITTEN}\n"
+            r"rank 1: last seen after SyncBatchNorm forward, call 1; has raised \S*CompilationError: at 12:4:"
+            rf"{WRITTEN}\n"
         )
     with context():
         run(layer, x, y)
@@ -347,7 +364,7 @@ def test_an_error_of_a_saved_tensors_hook_is_reported(ranks: Ranks, reports: Rep
         with pytest.raises(MemoryError):
             y.sum().backward(retain_graph=True)
         is_broken = False
-        reports.wait_for("rank 1: after SyncBatchNorm forward, call 1; has raised MemoryError: no room")
+        reports.wait_for("rank 1: last seen after SyncBatchNorm forward, call 1; has raised MemoryError: no room")
     y.sum().backward()
     dist.barrier()
 
@@ -359,8 +376,9 @@ def test_a_call_on_one_rank_alone(ranks: Ranks, reports: Reports) -> None:
     layer, x = layer_and_input()
     if ranks.rank == 1:
         reports.wait_for(
-            rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has not been seen\nA rank that has not "
-            r"arrived .*\nEvery rank .*call model\.eval\(\)\. .* convert_syncbn_model\(model, process_group\)"
+            rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has not been seen\nPossible causes:\n"
+            r"- A rank is late, .*\n(- .*\n)+Every rank .*call model\.eval\(\)\. .* "
+            r"convert_syncbn_model\(model, process_group\)"
         )
     layer(x)
     dist.barrier()
@@ -396,7 +414,7 @@ def test_a_wait_of_one_of_two_threads(ranks: Ranks, reports: Reports) -> None:
         if ranks.rank == 1:
             reports.wait_for(
                 rf"rank 0 has waited \d+ s for others.\nrank 0: in SyncBatchNorm forward, call 2{WRITTEN}\n"
-                r"rank 1: \w+ SyncBatchNorm forward, call \d+ on another process group\n"
+                r"rank 1: last seen after SyncBatchNorm forward, call \d+ on another process group\n"
             )
         waits(x)
 
@@ -465,7 +483,7 @@ def test_an_error_of_the_gpu_keeps_its_text(ranks: Ranks) -> None:
     context = eager_reduction(None, layer, x.dtype).new_collective("forward")
     with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised, context:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    assert "older than SyncBatchNorm forward, call 2" in raised.value.__notes__[0]
+    assert "surfaced in SyncBatchNorm forward, call 2" in raised.value.__notes__[0]
 
 
 # The store.
@@ -492,7 +510,7 @@ AFTER_CALL_7 = Position("0", 7, "forward", "bn forward, call 7")
 def test_positions_before_a_restart_are_not_read(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun may keep the store when it starts the ranks again."""
     others = write_as_others(reader, AFTER_CALL_7)
-    assert f"{others}: after bn forward, call 7\n" in report.report_positions(reader, None)
+    assert f"{others}: last seen after bn forward, call 7\n" in report.report_positions(reader, None)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr(positions, "default_store", lambda: reader.store)
     everyone = format_ranks([*range(reader.num_ranks)])
@@ -504,7 +522,16 @@ def test_ages_are_reported(reader: ThisRank) -> None:
     for seconds, age in ((4000, r"; written 40\d\d s ago"), (-3000, "")):
         others = write_as_others(reader, AFTER_CALL_7._replace(time=time.time() - seconds))
         where = report.report_positions(reader, None)
-        assert re.search(f"{others}: after bn forward, call 7{age}\n", where), where
+        assert re.search(f"{others}: last seen after bn forward, call 7{age}\n", where), where
+
+
+def test_the_causes_of_an_abort_by_gloo(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process ends without a word of syncbn, for example when one rank alone validates in training mode."""
+    monkeypatch.setattr(report, "process_state", lambda process: f"its process ({process}) has ended")
+    others = write_as_others(reader, AFTER_CALL_7._replace(process=7, host=positions.this_host()))
+    text = report.report_positions(reader, None)
+    assert f"{others}: last seen after bn forward, call 7; its process (7) has ended\n" in text
+    assert re.search(r"gloo::EnforceNotMet.*\n(- .*\n)+- .*once more, .* validate .* model\.eval\(\)\.\n", text), text
 
 
 @pytest.mark.parametrize(("change", "line"), [({"departure": "has left"}, "has left"), ({"process": 8}, "has not")])

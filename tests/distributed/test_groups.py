@@ -101,7 +101,9 @@ def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:
     model[1].process_group = dist.new_group()
     dist.barrier()  # else a rank may leave the group while another still connects to it
     dist.destroy_process_group(model[1].process_group)
-    with pytest.raises(ValueError, match="is a ProcessGroup that was destroyed, or not made by new_group"):
+    with pytest.raises(
+        ValueError, match=r"is a ProcessGroup that was destroyed, or that was not created by .*; pass an existing group"
+    ):
         syncbn.convert_syncbn_model(model)
     assert [type(layer) for layer in model] == [nn.BatchNorm1d, nn.SyncBatchNorm]
     model[1].process_group = None
@@ -139,7 +141,10 @@ def test_a_layer_whose_own_group_was_destroyed_does_not_train_alone(ranks: Ranks
     layer, x = layer_of(mesh.get_group(), ranks), batch(ranks)
     layer(x)
     voting.world.leave() if all_groups else dist.destroy_process_group(mesh.get_group())
-    with unchanged(layer), pytest.raises(RuntimeError, match="was destroyed, or no such group exists here; make it"):
+    with (
+        unchanged(layer),
+        pytest.raises(RuntimeError, match="was destroyed, or no such group exists here; create the group"),
+    ):
         layer(x)
     layer.eval()(x)
     assert "process_group=" in repr(layer)
