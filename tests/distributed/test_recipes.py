@@ -195,8 +195,8 @@ def test_tensors_that_are_not_equal(ranks: Ranks) -> None:
 
 
 def test_each_host_normalises_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lines for the GPUs of a host, here of hosts with one rank. Without the last argument DistributedDataParallel
-    would make the buffers equal."""
+    """The lines for the GPUs of a host, here of hosts with one rank: each keeps the running statistics of its own data,
+    until the recipe merges them."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.syspath_prepend(EXAMPLES)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double().to(ranks.device)
@@ -205,9 +205,13 @@ def test_each_host_normalises_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatc
         program = program.replace("forward_sync_buffers", "broadcast_buffers")
     names = NAMES | {"os": os, "DistributedDataParallel": DistributedDataParallel, "model": model}
     exec(program, names)
+    alone = syncbn.revert_syncbn_model(copy.deepcopy(model))
     torch.manual_seed(ranks.rank)
     for _ in range(2):
-        names["ddp"](torch.randn(5, 3).double().to(ranks.device)).pow(3).sum().backward()
+        x = torch.randn(5, 3).double().to(ranks.device)
+        names["ddp"](x).pow(3).sum().backward()
+        alone(x)
+    torch.testing.assert_close(model.state_dict(), alone.state_dict(), **EXACT)
     assert unequal(model.state_dict()) == ["1.running_mean", "1.running_var"]
     importlib.import_module("running_statistics").merge_running_stats(model)
     assert unequal(model.state_dict()) == []
