@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from syncbn.arguments import Options, Tensors, check, check_eps, check_training, require_float64, require_two_values
-from syncbn.inputs import OutputWrapper, apply_mask, has_plain_storage, make_dense, plain, refuse_proxies, unwrap
+from syncbn.inputs import (
+    OutputWrapper,
+    apply_mask,
+    is_plain_subclass,
+    make_dense,
+    refuse_proxies,
+    unwrap,
+    unwrap_tensor,
+)
 from syncbn.kernel_cache import backward_config, forward_config
 from syncbn.kernels import reference, select
 from syncbn.kernels.interface import (
@@ -29,7 +37,6 @@ from syncbn.kernels.interface import (
     Needed,
     Saved,
 )
-from syncbn.kernels.select import fast_path_back_end, reason_unavailable
 from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, reduction_now
 from syncbn.ranks.report import WITH_GRAPH
 from syncbn.ranks.sites import Caller
@@ -46,7 +53,7 @@ from syncbn.torch_internals import (
     recorded,
 )
 
-StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # the arguments of a Function that are not tensors
+StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # The argument of a Function that is not a tensor.
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual
 
 
@@ -125,21 +132,21 @@ def fallback_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others
         return reference
     if is_compiling():
         in_function = not torch.is_grad_enabled() or requires_grad(x, *others)
-        if not in_function or is_exporting() or reason_unavailable(x.device, compiling=True):
+        if not in_function or is_exporting() or select.reason_unavailable(x.device, compiling=True):
             return reference
     elif is_transformed(x, *others):
         return reference
-    elif fast_path_back_end(config) is None:
+    elif select.fast_path_back_end(config) is None:
         return reference.InParts
     from syncbn.kernels import operators  # The import registers the operators.
 
     if is_compiling():
-        _tell_inductor()
+        _register_with_inductor()
     return operators
 
 
 @constant_in_graphs
-def _tell_inductor() -> None:
+def _register_with_inductor() -> None:
     """Register the operators with Inductor. If its private names have changed, Inductor inserts extra copies."""
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from syncbn.kernels import inductor
@@ -211,8 +218,8 @@ def gradients(
     dy = torch.zeros_like(x) if dy is None else dy
     # Without a relu the gradient of the residual is dy itself, not a view: autograd may add to a view in place.
     unmasked_dy = dy if needed[3] and y is None else None
-    if has_plain_storage(dy):
-        dy = plain(dy)
+    if is_plain_subclass(dy):
+        dy = unwrap_tensor(dy)
 
     def dense(tensor: Tensor) -> Tensor:  # In a backward that reads the strides of dy, Dynamo makes dy contiguous.
         return tensor if is_compiling() else config.layout.dense(tensor)
