@@ -116,7 +116,7 @@ def apply_function(
     return outputs
 
 
-def fallback_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: Tensor | None) -> reference.BackEnd:
+def select_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: Tensor | None) -> reference.BackEnd:
     """Select the back end of the fallback for a call with the tensors x and `others`.
 
     Tensor subclasses, exported programs, vmap and forward mode (for which operators have no rules) get torch
@@ -180,7 +180,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         num_values: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         config, reduction = call
-        kernels = fallback_back_end(config, x, weight, bias, residual).Forward(config)
+        kernels = select_back_end(config, x, weight, bias, residual).Forward(config)
         sums = sum_over_ranks(kernels.forward_sums(x), reduction, "forward", num_values)
         # Otherwise this rank has two or more values per channel.
         if num_values is not None or x.numel() <= config.layout.sizes[1]:
@@ -230,11 +230,9 @@ def gradients(
     grad_x = grad_residual = None
     with recorded("syncbn.backward"):
         if torch.is_grad_enabled():
-            grad_x, grad_weight, grad_bias, grad_residual = _graph_gradients(
-                config, needed_config, dy, saved, reduction
-            )
+            grad_x, grad_weight, grad_bias, grad_residual = _graph_grads(config, needed_config, dy, saved, reduction)
         else:
-            kernels = fallback_back_end(needed_config, *saved, dy).Backward(needed_config)
+            kernels = select_back_end(needed_config, *saved, dy).Backward(needed_config)
             sums, grad_weight, grad_bias = kernels.backward_sums(dy, saved)
             sums = sum_over_ranks(sums, reduction, "backward", num_values)
             if num_values is not None:
@@ -246,7 +244,7 @@ def gradients(
     return grad_x, grad_weight, grad_bias, grad_residual if y is not None else unmasked_dy
 
 
-def _graph_gradients(
+def _graph_grads(
     forward: ForwardConfig, config: BackwardConfig, dy: Tensor, saved: Saved, reduction: Reduction
 ) -> Gradients:
     """Return gradients that can be differentiated again. Issues two all_reduces.
@@ -374,9 +372,8 @@ def plain_batch_norm(
     check_eps(eps, training)
     if training and input.numel() == input.shape[1] > 0:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
-    return torch.batch_norm(
-        input, weight, bias, running_mean, running_var, training, momentum, eps, torch.backends.cudnn.enabled
-    )
+    use_cudnn = torch.backends.cudnn.enabled
+    return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, use_cudnn)
 
 
 def raise_on_all_ranks(

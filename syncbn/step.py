@@ -45,9 +45,7 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
             return fallback.train(tensors, options, caller)
         with recorded("syncbn.forward"):
             return train(tensors, options, caller, in_profiler_range=True)
-    if (
-        current_backward() != -1
-    ):  # A recompute by activation checkpointing must not update the running statistics again.
+    if current_backward() != -1:  # A recompute must not update the running statistics a second time.
         tensors = tensors.without_running_stats()
     wrap: OutputWrapper | None = None
     try:
