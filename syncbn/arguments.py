@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.kernels.select import why_forced
+from syncbn.kernels.select import reason_forced
 from syncbn.ranks.groups import GroupSpec
 from syncbn.statistics import supports_float64
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, shorten
@@ -123,7 +123,7 @@ def check_training(tensors: Tensors, options: Options, layer: object) -> Options
     error of the checks below or of a subclass's `_check_input_dim`."""
     check(tensors, options, layer)
     if not is_compiling():
-        why_forced()
+        reason_forced()
         check_storage(tensors)
         check_writable("running_mean", tensors.running_mean)
         check_writable("running_var", tensors.running_var)

@@ -28,7 +28,7 @@ from syncbn import inputs, unconverted
 from syncbn.arguments import PER_CHANNEL_NAMES, Options, Tensors, check
 from syncbn.fallback import plain_batch_norm
 from syncbn.layer import UNKNOWN_NUM_RANKS, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
-from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, torch_group
+from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, to_torch
 from syncbn.ranks.reduction import make_groups
 from syncbn.ranks.sites import layer_in_forward
 from syncbn.step import train
@@ -156,7 +156,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
             new_class = new_class.cls_to_become
         # An nn.SyncBatchNorm holds a ProcessGroup. Its look-up may raise, so it comes before any change.
         needs_group = new_class is nn.SyncBatchNorm
-        changes.append((layer, new_class, {"process_group": torch_group(layer._process_group)} if needs_group else {}))
+        changes.append((layer, new_class, {"process_group": to_torch(layer._process_group)} if needs_group else {}))
         for option, lost in LOST_OPTIONS.items():
             if vars(layer).get(option):
                 warnings.setdefault(lost, []).append(name)

@@ -37,7 +37,7 @@ from syncbn.kernels.interface import (
     Needed,
     Saved,
 )
-from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, reduction_now
+from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, select_reduction
 from syncbn.ranks.report import WITH_GRAPH
 from syncbn.ranks.sites import Caller
 from syncbn.statistics import compute_dtype, pack, supports_float64, update_buffers
@@ -50,7 +50,7 @@ from syncbn.torch_internals import (
     is_compiling,
     is_exporting,
     keeps_graph,
-    recorded,
+    profiler_range,
 )
 
 StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # The argument of a Function that is not a tensor.
@@ -60,7 +60,7 @@ Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor
 def train(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, Tensor]:
     """Return y and the statistics, as `train` of step.py."""
     tensors, options, reduction, wrap = prepare(tensors, options, caller)
-    with recorded("syncbn.forward"), reduction.recording_errors():
+    with profiler_range("syncbn.forward"), reduction.recording_errors():
         if reduction.group is None and not tensors.has_mask():
             y, statistics = train_single_rank(tensors, options)
         else:
@@ -80,7 +80,7 @@ def train(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, T
 def prepare(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensors, Options, Reduction, OutputWrapper]:
     """Check the arguments. Return unwrapped tensors, the options, the reduction, and a function that wraps the output
     in the classes of the inputs. **Raises** on every rank if the arguments of this rank are invalid."""
-    reduction = reduction_now(options.process_group, caller, tensors.input)
+    reduction = select_reduction(options.process_group, caller, tensors.input)
     try:
         tensors, options, wrap = unwrap(tensors, options)
         options = check_training(tensors, options, caller)
@@ -137,7 +137,7 @@ def select_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: 
     elif is_transformed(x, *others):
         return reference
     elif select.fast_path_back_end(config) is None:
-        return reference.InParts
+        return reference.Chunked
     from syncbn.kernels import operators  # The import registers the operators.
 
     if is_compiling():
@@ -151,7 +151,7 @@ def _register_with_inductor() -> None:
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from syncbn.kernels import inductor
 
-        inductor.tell_inductor()
+        inductor.register_with_inductor()
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
@@ -228,7 +228,7 @@ def gradients(
     saved = dense(x.to(dy.dtype)), weight, statistics.double().contiguous(), y
     dy, needed_config = dense(dy), backward_config(config, dy, weight, needed)
     grad_x = grad_residual = None
-    with recorded("syncbn.backward"):
+    with profiler_range("syncbn.backward"):
         if torch.is_grad_enabled():
             grad_x, grad_weight, grad_bias, grad_residual = _graph_grads(config, needed_config, dy, saved, reduction)
         else:
@@ -257,9 +257,9 @@ def _graph_grads(
     fold = config.layout.fold
     sums = sum_over_ranks(kernels.forward_sums(x), reduction, WITH_GRAPH)
     mean, mean_square = (sums[:-TRAILER_ELEMENTS] / num_values).chunk(2)
-    xmu = reference.minus_mean(fold(x), mean)
+    xmu = reference.subtract_mean(fold(x), mean)
     invstd = ((mean_square - mean.square()).clamp(min=0) + forward.eps).rsqrt()
-    dy = reference.through_relu(config, fold(dy), fold(x), None if y is None else fold(y), statistics)
+    dy = reference.apply_relu_mask(config, fold(dy), fold(x), None if y is None else fold(y), statistics)
     wide_dy = dy.double()
     sum_dy, sum_dy_xmu = reference.channel_sums(wide_dy), reference.channel_sums(wide_dy * xmu)
     sums = sum_over_ranks(torch.cat((sum_dy, sum_dy_xmu, sum_dy.new_zeros(TRAILER_ELEMENTS))), reduction, "backward")
@@ -387,7 +387,7 @@ def raise_on_all_ranks(
     """
     refuse_proxies(tensors)
     num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
-    reads_nan = reduction.reads_trailer and (device.type == "cpu" or select.looks_at_totals(device))
+    reads_nan = reduction.reads_trailer and (device.type == "cpu" or select.checks_totals(device))
     if num_channels is None or not reads_nan:
         reduction.record_error(error)
         raise error

@@ -10,14 +10,14 @@ from syncbn.arguments import Options, Tensors, check_channels, check_input, chec
 from syncbn.inputs import apply_mask, make_dense
 from syncbn.kernel_cache import forward_config
 from syncbn.kernels.interface import TRAILER_ELEMENTS, ForwardConfig, Layout
-from syncbn.kernels.reference import minus_mean
-from syncbn.kernels.select import why_forced
+from syncbn.kernels.reference import subtract_mean
+from syncbn.kernels.select import reason_forced
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
-from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, reduction_now
+from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, select_reduction
 from syncbn.ranks.sites import FunctionCaller
 from syncbn.statistics import compute_dtype, pack
 from syncbn.step import train
-from syncbn.torch_internals import is_compiling, keeps_graph, recorded
+from syncbn.torch_internals import is_compiling, keeps_graph, profiler_range
 
 _SYNC_BATCH_NORM = FunctionCaller("sync_batch_norm")
 _BATCH_NORM_BACKWARD = FunctionCaller("batch_norm_backward")
@@ -149,7 +149,7 @@ def batch_norm_backward(
     """
     reduction: Reduction = ONE_RANK
     if training:
-        reduction = reduction_now(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
+        reduction = select_reduction(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
     try:
         needs_input, needs_weight, needs_bias = output_mask
         check_input(input, channel_dim)
@@ -158,7 +158,7 @@ def batch_norm_backward(
         check_channels(input, channel_dim, None, per_channel)
         if not is_compiling():
             check_storage((grad_output, input, *per_channel.values()))
-        why_forced()
+        reason_forced()
     except Exception as error:  # The class varies: a Tensor subclass may raise any exception.
         tensors = Tensors(input, weight=weight, running_mean=mean, running_var=invstd)
         fallback.raise_on_all_ranks(error, tensors, Options(channel_dim=channel_dim), reduction, "backward")
@@ -217,7 +217,7 @@ def sync_batch_stats(
     """
     options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
     tensors, options, reduction, _ = fallback.prepare(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
-    with recorded("syncbn.forward"), reduction.recording_errors():
+    with profiler_range("syncbn.forward"), reduction.recording_errors():
         tensors = make_dense(apply_mask(tensors, channel_dim)[0], options)
         x = tensors.input
         (sums,) = fallback.apply_function(_Sums, (forward_config(tensors, options), reduction), x, tensors.num_values)
@@ -252,7 +252,7 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[None, Tensor, None]:
         num_channels = ctx.config.layout.sizes[1]
-        with recorded("syncbn.backward"), ctx.reduction.recording_errors():
+        with profiler_range("syncbn.backward"), ctx.reduction.recording_errors():
             x, sums = ctx.saved_tensors
             center = sums.detach()[:num_channels] / sums[-TRAILER_ELEMENTS].detach().clamp(min=1)
             total = fallback.sum_over_ranks(grad_sums, ctx.reduction, "backward")
@@ -260,7 +260,7 @@ class _Sums(torch.autograd.Function):
             at_center, slope = grad_sum + 2 * grad_square * center, 2 * grad_square
             if torch.is_grad_enabled():
                 layout = ctx.config.layout
-                wide_grad_x = at_center[:, None] + slope[:, None] * minus_mean(layout.fold(x), center)
+                wide_grad_x = at_center[:, None] + slope[:, None] * subtract_mean(layout.fold(x), center)
                 return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None
             if not (is_compiling() or keeps_graph()):
                 ctx.reduction.forward_total = None

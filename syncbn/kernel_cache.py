@@ -17,7 +17,7 @@ from syncbn.arguments import Options, Tensors, check
 from syncbn.kernels.interface import BackwardConfig, BackwardKernels, ForwardConfig, ForwardKernels, Layout, Needed
 from syncbn.kernels.select import fast_path_back_end
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals import PLAIN_OR_NONE, Check, any_freed, guards_work, is_wrapped, is_zero_tensor, make_guard
+from syncbn.torch_internals import PLAIN_OR_NONE, Guard, any_freed, guards_work, is_wrapped, is_zero_tensor, make_guard
 
 Value = TypeVar("Value")
 
@@ -37,7 +37,7 @@ class Cache(Generic[Value]):
 
     def __init__(self, select: Callable[..., Value | None]) -> None:
         self.select: Callable[..., Value | None] = select
-        self.entries: dict[tuple[object, ...], tuple[tuple[Check, Value], ...]] = {}
+        self.entries: dict[tuple[object, ...], tuple[tuple[Guard, Value], ...]] = {}
 
     def get(self, config: Hashable, tensors: tuple[Any, ...], *arguments: Any) -> Value | None:
         """Return the cached value whose guard accepts the tensors; None if the storage of a tensor was freed. Without

@@ -29,9 +29,9 @@ from syncbn.arguments import Options, Tensors, require_two_values
 from syncbn.inputs import OutputWrapper, make_dense, unwrap_and_mask
 from syncbn.kernel_cache import backward_cache, forward_cache
 from syncbn.kernels.interface import ForwardKernels
-from syncbn.ranks.reduction import Reduction, reduction_of
+from syncbn.ranks.reduction import Reduction, eager_reduction
 from syncbn.ranks.sites import Caller
-from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, keeps_graph, recorded
+from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, keeps_graph, profiler_range
 
 
 def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range: bool = False) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
     if not (in_profiler_range or is_eager()):
         if not is_eager(tensors.input):
             return fallback.train(tensors, options, caller)
-        with recorded("syncbn.forward"):
+        with profiler_range("syncbn.forward"):
             return train(tensors, options, caller, in_profiler_range=True)
     if current_backward() != -1:  # A recompute must not update the running statistics a second time.
         tensors = tensors.without_running_stats()
@@ -61,7 +61,7 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
         return y if wrap is None else wrap(y), statistics
 
     x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
-    reduction = reduction_of(options.process_group, caller, x.dtype)
+    reduction = eager_reduction(options.process_group, caller, x.dtype)
     single_rank = reduction.group is None and num_values is None  # The local sums are the total, unchanged.
     kernels = kernels.for_single_rank if single_rank else kernels
     outer, num_channels, inner = kernels.config.layout.sizes

@@ -68,9 +68,9 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param != "triton":
         if request.param in ("cpu", "operators") and (reason := cpu.load()):
             pytest.skip(reason)
-        monkeypatch.setattr(reference, "PART_VALUES", 50)
-        in_parts = request.param == "parts"
-        yield reference.InParts if in_parts else importlib.import_module(f"syncbn.kernels.{request.param}")
+        monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 50)
+        chunked = request.param == "parts"
+        yield reference.Chunked if chunked else importlib.import_module(f"syncbn.kernels.{request.param}")
         return
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")

@@ -62,7 +62,7 @@ class Body(nn.Module):
 def wait_until_written() -> None:
     """Wait until the store has the position of this rank, which a thread writes once a second."""
     rank = this_rank()
-    wait_until(lambda: rank.written == rank.position())
+    wait_until(lambda: rank.written_position == rank.position())
 
 
 def send_itself(signal_number: int, *_: object) -> None:

@@ -37,12 +37,12 @@ class Player:
 
     behind = False
 
-    def note(self, total: Tensor, is_forward: bool, status_words: StatusWords) -> bool:
-        """As `look` in gpu_channels.py: whether there is a fault."""
+    def note(self, total: Tensor, needs_two_values: bool, status_words: StatusWords) -> bool:
+        """As `check_trailer` in gpu_channels.py: whether there is a fault."""
         if self.behind:
             return False
         n, num_signed, signatures, squares = total[-4:].tolist()
-        kind = ONE_VALUE if is_forward and n == 1 else 0
+        kind = ONE_VALUE if needs_two_values and n == 1 else 0
         kind = BAD_ARGUMENT if math.isnan(n) else kind
         kind = RANKS_DIFFER if num_signed * squares != signatures**2 else kind
         host = (ctypes.c_int64 * 3).from_address(status_words.host_address)
@@ -53,13 +53,13 @@ class Player:
             host[ENDED] = status_words.sequence_number
         return state.value != 0
 
-    def look_at_total(self, total: Tensor, is_forward: bool, status_words: StatusWords, sums: Tensor | None) -> None:
-        if self.note(total, is_forward, status_words):
+    def check_total(self, total: Tensor, needs_two_values: bool, words: StatusWords, sums: Tensor | None) -> None:
+        if self.note(total, needs_two_values, words):
             total[-4] = 0
         if sums is not None:
-            self.note_unless_finite(sums[:-4], status_words)
+            self.record_not_finite(sums[:-4], words)
 
-    def note_unless_finite(self, sums: Tensor, status_words: StatusWords) -> None:
+    def record_not_finite(self, sums: Tensor, status_words: StatusWords) -> None:
         if status_words.sequence_number > 0 and not sums.isfinite().all():
             host = (ctypes.c_int64 * 3).from_address(status_words.host_address)
             host[LOCAL_NOT_FINITE] = host[LOCAL_NOT_FINITE] or status_words.sequence_number
@@ -68,7 +68,7 @@ class Player:
         def play(kernels: Any, x: Tensor, signature: int = UNSIGNED, status_words: Any = None) -> Any:
             sums = compute(kernels, x, signature)
             if status_words is not None:
-                self.note_unless_finite(sums, status_words)
+                self.record_not_finite(sums, status_words)
             return sums
 
         return play
@@ -102,7 +102,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Player:
     player = Player()
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(Tensor, "is_cpu", False)
-    monkeypatch.setattr(select, "looks_at_totals", lambda device: True)
+    monkeypatch.setattr(select, "checks_totals", lambda device: True)
     if IS_INTERPRETED:
         gpu = importlib.import_module("syncbn.kernels.gpu")
         monkeypatch.setattr(kernel_cache, "fast_path_back_end", lambda kind: gpu)
@@ -114,6 +114,6 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Player:
         ):
             for name in names:
                 monkeypatch.setattr(kernels, name, getattr(player, name)(getattr(kernels, name)))
-        monkeypatch.setattr(select, "look_at_total", player.look_at_total)
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.05)
+        monkeypatch.setattr(select, "check_total", player.check_total)
+    monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.05)
     return player

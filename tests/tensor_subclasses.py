@@ -55,10 +55,10 @@ class Observed(Image):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.seen.append(function)
         run = functools.partial(super().__torch_function__, function, types, args, kwargs or {})
-        return cls.batch_norm(run) if name_of(function) == "batch_norm" else run()
+        return cls.batch_norm(run) if registered_name(function) == "batch_norm" else run()
 
 
-def name_of(function: Any) -> str:
+def registered_name(function: Any) -> str:
     """Of a function that a hook was called with; a property is its getter or setter."""
     return getattr(function, "__name__", str(function))
 

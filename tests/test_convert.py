@@ -202,7 +202,7 @@ def test_a_conversion_makes_classes_without_the_hooks_of_users(kind: type[nn.Mod
     layer = syncbn.convert_syncbn_model(copy.deepcopy(plain))
     made, x = type(layer), torch.randn(4, 3, 2, 2)
     assert (type(made), made.__name__) == (type(kind), f"Sync{kind.__name__}")
-    assert issubclass(kind, kind)  # which an ABCMeta notes
+    assert issubclass(kind, kind)  # which an ABCMeta caches
     assert (isinstance(layer, kind), isinstance(layer, made), isinstance(plain, made)) == (True, True, False)
     torch.testing.assert_close(pickle.loads(pickle.dumps(layer))(x), plain(x))
     assert type(syncbn.revert_syncbn_model(layer)) is kind
@@ -359,7 +359,7 @@ def test_summary_says_what_is_not_ours() -> None:
 
 
 def test_summary_names_layers_that_another_converter_has_made_local() -> None:
-    """Also beside synchronised ones; but no layer that normalises by itself, whose forward may call ours."""
+    """Also if others are synchronised; but no layer that normalises by itself, as its forward may call syncbn."""
     model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3), HeteroBatchNorm())
     with pytest.warns(UserWarning, match="1 HeteroBatchNorm"):
         syncbn.convert_syncbn_model(model)

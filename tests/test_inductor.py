@@ -30,7 +30,7 @@ pytestmark = [
 def as_of_several_ranks(request: pytest.FixtureRequest, group_of_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank would be torch's F.batch_norm."""
     if "torch_func" not in request.node.name:
-        monkeypatch.setattr(reduction, "reduction_in_graph", lambda spec: reduction.GraphReduction(group_of_one))
+        monkeypatch.setattr(reduction, "graph_reduction", lambda spec: reduction.GraphReduction(group_of_one))
 
 
 needs_torch_213 = pytest.mark.skipif(

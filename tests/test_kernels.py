@@ -26,8 +26,8 @@ from syncbn.statistics import from_sums, unpack, update_buffers
 
 ALL_OPTIONS = [
     (5, 2, 49),  # a run just longer than the shortest
-    (300, 17, 1),  # channels innermost, short rows, some left behind the long ones
-    (35, 130, 1),  # long rows, two columns behind whole vectors
+    (300, 17, 1),  # channels innermost; short rows, some of them left over after the long ones
+    (35, 130, 1),  # long rows, two columns left over after the whole vectors
 ]
 SIZES = [
     *ALL_OPTIONS,
@@ -37,8 +37,8 @@ SIZES = [
     (1, 1, 1),
     (2, 5, 1000),
     (150, 2, 37),  # several parts of a sum
-    (9, 112, 1),  # wide rows, some columns behind them
-    (9, 256, 1),  # two wide rows beside each other
+    (9, 112, 1),  # wide rows, some columns left over
+    (9, 256, 1),  # two wide rows next to each other
     (0, 3, 4),  # an empty rank
     (3, 2, 0),
     (3, 0, 2),
@@ -259,7 +259,7 @@ def test_every_16_bit_number(kernels: ModuleType, dtype: torch.dtype) -> None:
 def test_squares_of_16_bits_lose_nothing(
     kernels: ModuleType, dtype: torch.dtype, large: int, sizes: tuple[int, int, int]
 ) -> None:
-    """Beside a mean of many standard deviations the variance is what little the squares differ by."""
+    """With a mean of many standard deviations, the variance is a small difference of large squares."""
     torch.manual_seed(0)
     x = torch.randint(large, large + 2, sizes).to(dtype)
     sums = forward(kernels, x)[0]
@@ -271,8 +271,8 @@ def test_squares_of_16_bits_lose_nothing(
 
 
 @pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000), (40, 5000, 1)], ids=str)
-def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
-    if kernels in (reference, reference.InParts):
+def test_results_do_not_depend_on_the_number_of_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
+    if kernels in (reference, reference.Chunked):
         pytest.skip("torch's sums depend on the number of threads")
     if truncates(kernels) and math.prod(sizes) > 100_000:
         pytest.skip("the interpreter takes long")
@@ -298,9 +298,9 @@ def test_accuracy(kernels: ModuleType, case: str) -> None:
 
 @all_dtypes
 @pytest.mark.parametrize("sizes", [(3, 2, 67), (35, 13, 1)], ids=str)
-def test_values_between_their_places(kernels: ModuleType, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
-    """As from a file, they begin one byte behind a multiple of their size. (Where a processor allows that anyway, only
-    scripts/sanitize.sh sees whether the program may.)"""
+def test_unaligned_tensors(kernels: ModuleType, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    """Their data begins one byte after a multiple of the element size, as in a file. (Where the processor allows such
+    accesses, only scripts/sanitize.sh notices one that C++ does not allow.)"""
     if torch.get_default_device().type != "cpu":
         pytest.skip("torch.frombuffer is for CPUs")
 
@@ -370,9 +370,9 @@ def update(kernels: ModuleType, sums: Tensor, mean: Tensor, var: Tensor, *counte
 
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @all_dtypes
-def test_running_stats_have_the_bits_of_torch(kernels: ModuleType, dtype: torch.dtype, momentum: float | None) -> None:
-    """The fallback updates by torch operations, and buffers must be the same on ranks of either path. n = 1 leaves the
-    variance as it is, n = 0 both. Autograd sees that the buffers have changed."""
+def test_running_stats_equal_the_fallback(kernels: ModuleType, dtype: torch.dtype, momentum: float | None) -> None:
+    """Bit by bit, as ranks may take different paths. n = 1 leaves the variance unchanged, n = 0 both. Autograd sees
+    that the buffers have changed."""
     if truncates(kernels) and dtype.itemsize == 2:
         pytest.skip("the interpreter does not round")
     mean, invstd, *values = channel_addresses(4, 2100 if on_cpu(kernels) else 70)  # more than C++ takes at once
@@ -395,7 +395,7 @@ def test_running_stats_have_the_bits_of_torch(kernels: ModuleType, dtype: torch.
     (math.nan, (0.0, 0.0, 0.0), True),  # ranks have not signed
 ])  # fmt: skip
 def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...], is_finite: bool) -> None:
-    """Is reported, if ranks have signed it; all is computed as without a signature."""
+    """It is reported if ranks have signed it; the results are those of a total without a signature."""
     if reason := cpu.load():
         pytest.skip(reason)
     results = []
@@ -414,7 +414,7 @@ def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...],
 @pytest.mark.parametrize("sizes", [(4, 3, 5), (600, 3, 40)], ids=str)
 @pytest.mark.parametrize("relu", [False, True])
 def test_kernels_for_a_single_rank(kernels: ModuleType, sizes: tuple[int, int, int], relu: bool) -> None:
-    """Their results are those of sums that an all_reduce may change, also if the total is a copy of the sums."""
+    """They return what the kernels of several ranks return, also if the total is a copy of the sums."""
     dy, x = draw(2, sizes, torch.float32)
     weight, bias, results = torch.rand(3), torch.rand(3), []
     dtypes = {"weight_dtype": weight.dtype, "grad_weight_dtype": weight.dtype, "grad_bias_dtype": bias.dtype}
@@ -527,7 +527,7 @@ class Words:
     def look(self, sequence_number: int, *trailer: float, is_forward: bool) -> float:
         """n as it is then in the total."""
         total = torch.tensor([5.0, *trailer], dtype=torch.float64)
-        self.kernels.look_at_total(total, is_forward, self.status_words(sequence_number))
+        self.kernels.check_total(total, is_forward, self.status_words(sequence_number))
         assert torch.equal(total[[0, 2, 3, 4]], torch.tensor([5.0, *trailer[1:]], dtype=torch.float64))
         return total[1].item()
 
@@ -556,7 +556,7 @@ class Words:
 )  # of a long run; of a captured graph; without a status_words
 def test_faults_in_a_total(kernels: ModuleType, sequence_number: int, trailer: tuple[float, ...], kind: int) -> None:
     """All that reads a total finds the same, but one value per channel is a fault in forward alone. In a captured graph
-    no ends are noted, and nothing without a status_words."""
+    no ends are noted, and nothing without status words."""
     num_values, num_signed, signatures, squares = trailer
     assert (num_signed * squares != signatures * signatures) == (kind == RANKS_DIFFER), "as EagerReduction compares"
     kind = kind if sequence_number else NO_FAULT
@@ -714,9 +714,9 @@ def test_the_reference_can_be_forced() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("syncbn.kernels.cpu.INTERFACE", -1, "another version"),
-        ("syncbn.kernels.cpu.FUNCTIONS", ("no_such_function",), "does not load"),
-        ("sys.platform", "darwin", "there are none for darwin"),
+        ("syncbn.kernels.cpu.INTERFACE_VERSION", -1, "another version"),
+        ("syncbn.kernels.cpu.FUNCTIONS", ("no_such_function",), "cannot be loaded"),
+        ("sys.platform", "darwin", "the C++ kernels do not support darwin"),
     ],
 )
 def test_a_library_that_does_not_fit(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -728,7 +728,7 @@ def test_a_library_that_does_not_fit(name: str, value: object, words: str, monke
 def test_slow_training_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of small inputs, as in tests, and not in evaluation."""
     monkeypatch.setattr(cpu, "load", lambda: "no compiler here")
-    monkeypatch.setattr(select, "why_forced", lambda: None)
+    monkeypatch.setattr(select, "reason_forced", lambda: None)
     forget_kernels(monkeypatch)
     layer, large = syncbn.SyncBatchNorm1d(1), torch.randn(250_001, 1)
     layer(large[:1000])
@@ -764,8 +764,8 @@ def test_what_keeps_triton_from_running(
     monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None], answers: list[object]
 ) -> None:
     """Each GPU is asked once; not while a graph is made, of either kind."""
-    ask = functools.partial(select._why_no_triton, torch.device("cuda", 1))
-    monkeypatch.setattr(select, "_triton_works", {})
+    ask = functools.partial(select._reason_no_triton, torch.device("cuda", 1))
+    monkeypatch.setattr(select, "_triton_reasons", {})
     monkeypatch.setattr(select, "_try_triton", tried := Mock(side_effect=errors))
     monkeypatch.setattr(select, "is_capturing", is_capturing := Mock(side_effect=[True, False, False]))
     assert ask(compiling=True) is ask(compiling=False) is None
@@ -795,7 +795,7 @@ def test_registers_are_limited_where_triton_can(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(torch.version, "hip", version)
         of_both = Layout(1, False, (4, 3, 64)), torch.float32, torch.device("cpu")
         forward, backward = gpu.Forward(ForwardConfig(*of_both)), gpu.Backward(BackwardConfig(*of_both))
-        for launch in (forward.parts_of_sums, forward.normalize, backward.parts_of_sums, backward.input_gradient):
+        for launch in (forward.partial_sums, forward.normalize, backward.partial_sums, backward.input_gradient):
             assert ("maxnreg" in launch.options) == (version is None)
 
 
@@ -811,14 +811,14 @@ class LargestTensor(TorchDispatchMode):
 
 def test_parts_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference itself makes float64 copies of the whole tensor."""
-    monkeypatch.setattr(reference, "PART_VALUES", 2**12)
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 2**12)
     for x in (
         torch.randn(40, 8, 16, 16),  # parts of several samples
         torch.randn(1, 8, 160, 128),  # parts of a sample
         torch.randn(20480, 8),  # parts of rows
         torch.randn(1, 8, 160, 128).contiguous(memory_format=torch.channels_last),
     ):
-        for kernels, share in ((reference.InParts, 1), (reference, 2)):  # 1: the outputs
+        for kernels, share in ((reference.Chunked, 1), (reference, 2)):  # 1: the outputs
             with LargestTensor() as largest:
                 all_results(kernels, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
             assert largest.num_bytes == share * x.nbytes

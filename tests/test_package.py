@@ -1,4 +1,4 @@
-"""Catches an import that does more than define names, something left behind at the end, and a name that is lost."""
+"""Catches an import that does more than define names, something that outlives the group, and a name that is lost."""
 
 import doctest
 import importlib.util
@@ -66,7 +66,7 @@ for _ in range(3):
     world = weakref.ref(dist.group.WORLD)
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     assert gloos_threads()
-    with reduction.reduction_of(None, FunctionCaller("a test"), None).new_collective("forward"):
+    with reduction.eager_reduction(None, FunctionCaller("a test"), None).new_collective("forward"):
         time.sleep(1.2)  # in which the thread looks
     syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()
     dist.destroy_process_group()

@@ -167,14 +167,14 @@ def test_names_of_groups(group_of_one: dist.ProcessGroup) -> None:
     assert internals.default_store().get("syncbn/test") == b"here"
     second = dist.new_group([0], timeout=timedelta(seconds=33))
     assert [*internals.existing_groups()] == [group_of_one, second]
-    assert internals.name_of(second) == second.group_name
-    assert internals.timeout_of(second) == timedelta(seconds=33)
+    assert internals.registered_name(second) == second.group_name
+    assert internals.group_timeout(second) == timedelta(seconds=33)
 
     stage = pipelining.pipeline(nn.Linear(2, 2), (torch.ones(1, 2),)).build_stage(0, torch.device("cpu"), group_of_one)
     assert [internals.is_pipeline_stage(one) for one in (stage.submod, stage)] == [False, True]
     assert (stage.stage_index, stage.group) == (0, group_of_one)
     norm, sent_by = nn.BatchNorm1d(2), []
-    norm.register_forward_pre_hook(lambda *_: sent_by.append(internals.ddp_that_broadcasts(norm.running_mean)))
+    norm.register_forward_pre_hook(lambda *_: sent_by.append(internals.broadcasting_ddp(norm.running_mean)))
     ddp = DistributedDataParallel(norm)
     assert ddp(torch.ones(2, 2)).equal(norm(torch.ones(2, 2)))
     assert sent_by == [ddp, None]
@@ -187,24 +187,24 @@ def test_device_of_a_group(backend: str | None, monkeypatch: pytest.MonkeyPatch)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
     world = dist.group.WORLD
     for group in (world, dist.new_group([0], timeout=GROUP_TIMEOUT)):
-        assert str(internals.device_of(group)) == ("cuda:2" if backend == "cuda:gloo" else "cpu")
-        assert internals.timeout_of(group) == GROUP_TIMEOUT
+        assert str(internals.group_device(group)) == ("cuda:2" if backend == "cuda:gloo" else "cpu")
+        assert internals.group_timeout(group) == GROUP_TIMEOUT
     if backend == "cuda:gloo":
         world.bound_device_id = torch.device("cuda", 1)
-        assert internals.device_of(world) == torch.device("cuda", 1)
+        assert internals.group_device(world) == torch.device("cuda", 1)
     dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_stream_of_a_gpu() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    assert internals.stream_of(device) == torch.cuda.current_stream().cuda_stream
+    assert internals.stream_handle(device) == torch.cuda.current_stream().cuda_stream
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        assert internals.stream_of(device) is None
+        assert internals.stream_handle(device) is None
 
 
 def test_no_default_argument_keeps_the_group() -> None:
-    """torch.distributed.nn.functional does if it is first imported beside a group: syncbn does not import it then."""
+    """torch.distributed.nn.functional does if it is imported while there is a group; syncbn does not import it."""
     code = """
 import weakref, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -213,7 +213,7 @@ group = weakref.ref(dist.group.WORLD)
 dist.destroy_process_group()
 assert group() is None
 """
-    run(sys.executable, "-c", code)  # which imports torch anew
+    run(sys.executable, "-c", code)  # which imports torch again
 
 
 def test_a_graph_is_no_export() -> None:

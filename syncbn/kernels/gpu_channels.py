@@ -1,14 +1,14 @@
 """Triton kernels over per-channel values: they add partial sums, compute coefficients and update running statistics.
 They also check the total of an all_reduce and store the result in status words, see StatusWords in interface.py.
 
-Each program handles CHANNELS channels and computes in float64. gpu.py launches the kernels. Uses only features of
-Triton 3.6.
+Each program computes CHANNELS_PER_PROGRAM channels in float64. gpu.py launches the kernels. The code uses only features
+of Triton 3.6.
 
-`parts` are partial sums (num_parts, 2, channels), in forward followed by n, the number of values per channel. The total
-over all ranks counts as one part. Stores to the status words in the host's memory are not waited for.
+`partials` are partial sums (num_parts, 2, channels), in forward followed by n, the number of values per channel. A
+total over all ranks is passed as one part. No kernel waits for its stores to the status words in the host's memory.
 """
 
-# Triton has types of its own, and reads this source: constants are upper case, branches on them need their else.
+# Triton compiles this source and has types of its own. Constants are upper case; a branch on a constant needs its else.
 # mypy: ignore-errors
 # ruff: noqa: N803, RET505
 
@@ -26,23 +26,25 @@ LOCAL_NOT_FINITE = tl.constexpr(interface.LOCAL_NOT_FINITE)
 RANKS_DIFFER, BAD_ARGUMENT = tl.constexpr(interface.RANKS_DIFFER), tl.constexpr(interface.BAD_ARGUMENT)
 ONE_VALUE = tl.constexpr(interface.ONE_VALUE)
 
-CHANNELS, PARTS = tl.constexpr(8), tl.constexpr(128)  # that a program adds at once
-MIXED = tl.constexpr(1024)  # sums whose bits a program mixes at once
 MIXER = tl.constexpr(interface.MIXER)
-SUMS = tl.constexpr(256)  # that look_at_total looks at at once
-STATUS_WORDS = ["host", "state", "sequence_number"]  # integers, all 0 without status words
-# Triton would compile anew for other values of these, and for tensors that begin between multiples of 16 bytes.
-SIZES = ["num_parts", "channels", "of_relu", *STATUS_WORDS]
+CHANNELS_PER_PROGRAM = tl.constexpr(8)
+PARTS_PER_STEP = tl.constexpr(128)  # parts that a program loads at once
+MIXED_PER_STEP = tl.constexpr(1024)  # sums that _signature_of_call loads at once
+SUMS_PER_STEP = tl.constexpr(256)  # sums that check_total loads at once
+STATUS_WORDS = ["host_words", "device_word", "sequence_number"]  # the fields of StatusWords; 0 without status words
+# Without these lists Triton would compile a kernel again for other values of the scalars, and for tensors at addresses
+# that are not multiples of 16.
+SIZES = ["num_parts", "num_sums", "channels", "masks_by_x", "needs_two_values", *STATUS_WORDS]
 TENSORS = [
-    "parts", "sums", "weight", "bias", "running_mean", "running_var", "counter", "counter_before", "statistics",
-    "grad_weight", "grad_bias", "coefficients",
+    "partials", "sums", "weight", "bias", "running_mean", "running_var", "counter", "counter_before", "statistics",
+    "grad_weight", "grad_bias", "coefficients", "trailer",
 ]  # fmt: skip
 
 
 @triton.jit
 def store_trailer(trailer, num_values, signature):
-    """n, 1, s and s^2, or n and zeros."""
-    s = tl.cast(signature, tl.float64)  # to the interpreter it is an int32
+    """Store n, 1, s and s^2, or for a signature s of 0, n and zeros."""
+    s = tl.cast(signature, tl.float64)  # Triton's interpreter passes an int32.
     tl.store(trailer, num_values)
     tl.store(trailer + 1, tl.where(s != 0, 1.0, 0.0).to(tl.float64))
     tl.store(trailer + 2, s)
@@ -50,60 +52,66 @@ def store_trailer(trailer, num_values, signature):
 
 
 @triton.jit
-def words_at(address):
-    """A pointer to them. The interpreter makes an int32 of an address of 0."""
+def int64_pointer(address):
+    """Return a pointer to int64 words at this address. Triton's interpreter passes an address of 0 as an int32."""
     return tl.cast(tl.cast(address, tl.int64), tl.pointer_type(tl.int64))
 
 
 @triton.jit
-def note_unless_finite(first, second, host, sequence_number):
-    """Stores the number of the all_reduce if one of these sums of a rank is infinite or NaN, and the word is 0. Only
-    then it is loaded, as that takes long from the host's memory."""
-    is_nan = first * 0 + second * 0 != 0  # 0 times an infinite sum is NaN, and that is not 0
+def record_not_finite(first, second, host_words, sequence_number):
+    """Store the sequence number in LOCAL_NOT_FINITE if one of these sums is not finite and the word is 0.
+
+    The word is loaded only for sums that are not finite, because loads from the host's memory are slow.
+    """
+    is_nan = first * 0 + second * 0 != 0  # 0 times an infinite sum is NaN, which differs from 0
     sequence_numbers = tl.full(first.shape, sequence_number, tl.int64)
-    words = words_at(host) + LOCAL_NOT_FINITE + tl.zeros_like(sequence_numbers)
+    words = int64_pointer(host_words) + LOCAL_NOT_FINITE + tl.zeros_like(sequence_numbers)
     is_free = tl.load(words, mask=tl.where(sequence_number > 0, is_nan, False), other=1) == 0
     tl.store(words, sequence_numbers, mask=is_free)
 
 
 @triton.jit
-def look(trailer, is_forward, host, state, sequence_number):
-    """Whether there is a fault, in this total or an earlier one. The first program notes the first fault, and that the
-    all_reduce has ended. Without status words nothing is a fault."""
+def check_trailer(trailer, needs_two_values, host_words, device_word, sequence_number):
+    """Return whether this total or an earlier one has a fault; False without status words.
+
+    The first program stores the first fault, and in ENDED the sequence number.
+    """
     num_values, num_signed = tl.load(trailer), tl.load(trailer + 1)
-    total, squares = tl.load(trailer + 2), tl.load(trailer + 3)
-    fault_kind = tl.where(tl.where(is_forward != 0, num_values, 0.0) == 1.0, ONE_VALUE, 0)
+    signature_sum, square_sum = tl.load(trailer + 2), tl.load(trailer + 3)
+    fault_kind = tl.where(tl.where(needs_two_values != 0, num_values, 0.0) == 1.0, ONE_VALUE, 0)
     fault_kind = tl.where(num_values != num_values, BAD_ARGUMENT, fault_kind)
-    fault_kind = tl.where(num_signed * squares != total * total, RANKS_DIFFER, fault_kind)
+    fault_kind = tl.where(num_signed * square_sum != signature_sum * signature_sum, RANKS_DIFFER, fault_kind)
     fault_kind = tl.where(sequence_number != 0, fault_kind, 0)
-    earlier = tl.load(words_at(state), mask=sequence_number != 0, other=0)
+    earlier_fault = tl.load(int64_pointer(device_word), mask=sequence_number != 0, other=0)
     if tl.program_id(0) == 0:
-        if tl.where(earlier == 0, fault_kind, 0) != 0:
+        if tl.where(earlier_fault == 0, fault_kind, 0) != 0:
             fault = tl.cast(sequence_number, tl.int64) * 4 + fault_kind
-            tl.store(words_at(state), fault)
-            tl.store(words_at(host) + FAULT, fault)
+            tl.store(int64_pointer(device_word), fault)
+            tl.store(int64_pointer(host_words) + FAULT, fault)
         if sequence_number > 0:
-            tl.store(words_at(host) + ENDED, sequence_number)
-    return tl.where(earlier == 0, fault_kind, 1) != 0
+            tl.store(int64_pointer(host_words) + ENDED, sequence_number)
+    return tl.where(earlier_fault == 0, fault_kind, 1) != 0
 
 
-@triton.jit(
-    do_not_specialize=[*STATUS_WORDS, "is_forward", "num_sums"], do_not_specialize_on_alignment=["trailer", "sums"]
-)
-def look_at_total(trailer, sums, host: tl.int64, state: tl.int64, sequence_number: tl.int64, is_forward, num_sums):
-    """For a total that the kernels of a GPU do not read, and the sums of this rank in it. Behind a fault n becomes 0,
-    and torch's operations then leave the running statistics as they are."""
-    if look(trailer, is_forward, host, state, sequence_number):
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
+def check_total(
+    trailer, sums, host_words: tl.int64, device_word: tl.int64, sequence_number: tl.int64, needs_two_values, num_sums
+):
+    """Check a total that only torch operations read, and whether the `num_sums` sums of this rank are finite.
+
+    After a fault, n in the trailer is set to 0, so that the torch operations do not update the running statistics.
+    """
+    if check_trailer(trailer, needs_two_values, host_words, device_word, sequence_number):
         tl.store(trailer, 0.0)
-    for start in range(0, num_sums, SUMS):
-        index = start + tl.arange(0, SUMS)
-        numbers = tl.load(sums + index, mask=index < num_sums, other=0.0)
-        note_unless_finite(numbers, numbers, host, sequence_number)
+    for start in range(0, num_sums, SUMS_PER_STEP):
+        index = start + tl.arange(0, SUMS_PER_STEP)
+        values = tl.load(sums + index, mask=index < num_sums, other=0.0)
+        record_not_finite(values, values, host_words, sequence_number)
 
 
 @triton.jit
-def _number(pointer, channel, exists, default: tl.constexpr):
-    """A parameter of a channel, which may be None."""
+def _load_parameter(pointer, channel, exists, default: tl.constexpr):
+    """Return weight or bias in float64, or `default` if the pointer is None."""
     if pointer is None:
         return tl.full([], default, tl.float64)
     else:
@@ -111,30 +119,30 @@ def _number(pointer, channel, exists, default: tl.constexpr):
 
 
 @triton.jit
-def _store_number(pointer, index, number, exists):
-    """Rounded by way of float32, as torch rounds a float64."""
+def _store_rounded(pointer, index, value, exists):
+    """Store a float64 in the dtype of the pointer. A 16-bit dtype is rounded from float32, as in torch."""
     if pointer.dtype.element_ty != tl.float64:
-        number = number.to(tl.float32)
-    tl.store(pointer + index, number, mask=exists)
+        value = value.to(tl.float32)
+    tl.store(pointer + index, value, mask=exists)
 
 
 @triton.jit
-def _channels(channels):
-    """The channels of the program, and which of them exist."""
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+def _program_channels(channels):
+    """Return the channels of this program and a mask of those that exist."""
+    channel = tl.program_id(0) * CHANNELS_PER_PROGRAM + tl.arange(0, CHANNELS_PER_PROGRAM)
     return channel, channel < channels
 
 
 @triton.jit
-def _total(parts, num_parts, channels):
-    """The two sums of each channel over all parts."""
-    channel, exists = _channels(channels)
-    first = tl.zeros((PARTS, CHANNELS), tl.float64)
-    second = tl.zeros((PARTS, CHANNELS), tl.float64)
-    for first_part in range(0, num_parts, PARTS):
-        part = first_part + tl.arange(0, PARTS)
+def _add_partials(partials, num_parts, channels):
+    """Return the two sums of each channel over all parts."""
+    channel, exists = _program_channels(channels)
+    first = tl.zeros((PARTS_PER_STEP, CHANNELS_PER_PROGRAM), tl.float64)
+    second = tl.zeros((PARTS_PER_STEP, CHANNELS_PER_PROGRAM), tl.float64)
+    for first_part in range(0, num_parts, PARTS_PER_STEP):
+        part = first_part + tl.arange(0, PARTS_PER_STEP)
         mask = (part < num_parts)[:, None] & exists[None, :]
-        pointers = parts + 2 * tl.cast(part, tl.int64)[:, None] * channels + channel[None, :]
+        pointers = partials + 2 * tl.cast(part, tl.int64)[:, None] * channels + channel[None, :]
         first += tl.load(pointers, mask=mask, other=0.0)
         second += tl.load(pointers + channels, mask=mask, other=0.0)
     return tl.sum(first, 0), tl.sum(second, 0)
@@ -142,31 +150,31 @@ def _total(parts, num_parts, channels):
 
 @triton.jit
 def _store_sums(sums, first, second, channels):
-    channel, exists = _channels(channels)
+    channel, exists = _program_channels(channels)
     tl.store(sums + channel, first, mask=exists)
     tl.store(sums + channels + channel, second, mask=exists)
 
 
 @triton.jit
-def _update(running, statistic, channel, exists, enough, share):
-    """A running statistic by the one of a batch, which has this share in it, where there are enough values."""
+def _update_running(running, statistic, channel, exists, enough, factor):
+    """Compute running = (1 - factor) * running + factor * statistic if there are enough values per channel."""
     old = tl.load(running + channel, mask=exists, other=0.0).to(tl.float64)
-    _store_number(running, channel, tl.where(enough, (1 - share) * old + share * statistic, old), exists)
+    _store_rounded(running, channel, tl.where(enough, (1 - factor) * old + factor * statistic, old), exists)
 
 
 @triton.jit
-def _store_split(coefficients, mean, channel, exists):
-    """Stores the center, in the dtype of the coefficients; returns what it lacks of the mean."""
+def _store_center(coefficients, mean, channel, exists):
+    """Store center, the mean in the dtype of the coefficients, and return mean - center."""
     center = mean.to(coefficients.dtype.element_ty)
     tl.store(coefficients + channel, center, mask=exists)
     return mean - center.to(tl.float64)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
-def add_parts(parts, sums, signature: tl.float64, channels, num_parts):
-    """Makes a payload of the parts: the sums, n and the signature."""
-    first, second = _total(parts, num_parts, channels)
-    num_values = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels)
+def add_partials(partials, sums, signature: tl.float64, channels, num_parts):
+    """Store the forward payload: the sums over all parts, n and the signature."""
+    first, second = _add_partials(partials, num_parts, channels)
+    num_values = tl.load(partials + 2 * tl.cast(num_parts, tl.int64) * channels)
     _store_sums(sums, first, second, channels)
     if tl.program_id(0) == 0:
         store_trailer(sums + 2 * channels, num_values, signature)
@@ -174,107 +182,110 @@ def add_parts(parts, sums, signature: tl.float64, channels, num_parts):
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def forward_channels(
-    parts, weight, bias, running_mean, running_var, counter, counter_before, statistics, coefficients,
-    momentum: tl.float64, host: tl.int64, state: tl.int64, sequence_number: tl.int64, channels, num_parts, of_relu,
-    eps: tl.float64,
+    partials, weight, bias, running_mean, running_var, counter, counter_before, statistics, coefficients,
+    momentum: tl.float64, host_words: tl.int64, device_word: tl.int64, sequence_number: tl.int64, channels, num_parts,
+    masks_by_x, eps: tl.float64,
 ):  # fmt: skip
-    """Adds up the parts, stores the statistics and the coefficients of y, and updates the running statistics, which
-    average all batches if there is a copy of the counter. Unless of_relu is 0, scale and shift follow the statistics.
-    With status words there is one part, the total of an all_reduce."""
-    channel, exists = _channels(channels)
-    first, second = _total(parts, num_parts, channels)
-    trailer = parts + 2 * tl.cast(num_parts, tl.int64) * channels
+    """Store the statistics and the coefficients of y, and update the running statistics and the counter.
+
+    With `counter_before`, a copy of the counter, the running statistics become the average over all batches. Unless
+    masks_by_x is 0, scale and shift follow the statistics. Status words require a single part, a total.
+    """
+    channel, exists = _program_channels(channels)
+    first, second = _add_partials(partials, num_parts, channels)
+    trailer = partials + 2 * tl.cast(num_parts, tl.int64) * channels
     num_values = tl.load(trailer)
     is_first = tl.program_id(0) == 0
-    count = tl.maximum(num_values, 1.0)
-    mean = first / count
-    var = second / count - mean * mean
-    var = tl.where(var < 0, 0.0, var)  # NaN stays
+    divisor = tl.maximum(num_values, 1.0)
+    mean = first / divisor
+    var = second / divisor - mean * mean
+    var = tl.where(var < 0, 0.0, var)  # NaN is kept
     invstd = 1.0 / tl.sqrt(var + eps)
     tl.store(statistics + channel, mean, mask=exists)
     tl.store(statistics + channels + channel, var, mask=exists)
     tl.store(statistics + 2 * channels + channel, invstd, mask=exists)
     tl.store(statistics + 3 * channels + tl.arange(0, N_COPIES), num_values, mask=is_first)
-    has_fault = look(trailer, 1, host, state, sequence_number)
+    has_fault = check_trailer(trailer, 1, host_words, device_word, sequence_number)
     if counter is not None:
         tl.store(counter, tl.load(counter) + 1, mask=tl.where(has_fault, False, is_first))
-    rest = _store_split(coefficients, mean, channel, exists)
-    scale = _number(weight, channel, exists, 1.0) * invstd
-    shift = _number(bias, channel, exists, 0.0) - rest * scale
-    _store_number(coefficients, channels + channel, scale, exists)
-    _store_number(coefficients, 2 * channels + channel, shift, exists)
-    keeps = tl.where(of_relu != 0, exists, False)  # with &, Triton's interpreter makes an int32
-    tl.store(statistics + N_COPIES + 3 * channels + channel, scale, mask=keeps)
-    tl.store(statistics + N_COPIES + 4 * channels + channel, shift, mask=keeps)
+    rest = _store_center(coefficients, mean, channel, exists)
+    scale = _load_parameter(weight, channel, exists, 1.0) * invstd
+    shift = _load_parameter(bias, channel, exists, 0.0) - rest * scale
+    _store_rounded(coefficients, channels + channel, scale, exists)
+    _store_rounded(coefficients, 2 * channels + channel, shift, exists)
+    stores_relu = tl.where(masks_by_x != 0, exists, False)  # & would give an int32 in Triton's interpreter
+    tl.store(statistics + N_COPIES + 3 * channels + channel, scale, mask=stores_relu)
+    tl.store(statistics + N_COPIES + 4 * channels + channel, shift, mask=stores_relu)
     if running_mean is not None:
-        share = momentum if counter_before is None else 1.0 / (tl.load(counter_before) + 1).to(tl.float64)
+        factor = momentum if counter_before is None else 1.0 / (tl.load(counter_before) + 1).to(tl.float64)
         exists = tl.where(has_fault, False, exists)
-        _update(running_mean, mean, channel, exists, num_values > 0, share)
+        _update_running(running_mean, mean, channel, exists, num_values > 0, factor)
         unbiased_var = var * (num_values / tl.maximum(num_values - 1, 1.0))
-        _update(running_var, unbiased_var, channel, exists, num_values > 1, share)
+        _update_running(running_var, unbiased_var, channel, exists, num_values > 1, factor)
 
 
 @triton.jit
 def _sums_and_gradients(
-    parts, statistics, grad_weight, grad_bias, channels, num_parts, COMPUTE: tl.constexpr
+    partials, statistics, grad_weight, grad_bias, channels, num_parts, COMPUTE: tl.constexpr
 ):  # fmt: skip
-    """The sums of dy and of dy * (x - mean) over all parts; stores the gradients of the parameters."""
-    channel, exists = _channels(channels)
-    sum_dy, sum_dy_xmu = _total(parts, num_parts, channels)
+    """Return the sums of dy and of dy * (x - mean) over all parts, and store the gradients of weight and bias."""
+    channel, exists = _program_channels(channels)
+    sum_dy, sum_dy_xmu = _add_partials(partials, num_parts, channels)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
-    rest = mean - mean.to(COMPUTE).to(tl.float64)  # the parts are about the center, not the mean
+    rest = mean - mean.to(COMPUTE).to(tl.float64)  # partial sums use x - center
     sum_dy_xmu -= tl.where(rest != 0, rest * sum_dy, 0.0)  # 0 times an infinite sum is NaN
     if grad_weight is not None:
         invstd = tl.load(statistics + 2 * channels + channel, mask=exists, other=0.0)
-        _store_number(grad_weight, channel, sum_dy_xmu * invstd, exists)
+        _store_rounded(grad_weight, channel, sum_dy_xmu * invstd, exists)
     if grad_bias is not None:
-        _store_number(grad_bias, channel, sum_dy, exists)
+        _store_rounded(grad_bias, channel, sum_dy, exists)
     return sum_dy, sum_dy_xmu
 
 
 @triton.jit
-def _store_coefficients(sum_dy, sum_dy_xmu, statistics, weight, coefficients, channels, of_relu):
-    """Those of grad_x, by the sums of all ranks."""
-    channel, exists = _channels(channels)
+def _store_coefficients(sum_dy, sum_dy_xmu, statistics, weight, coefficients, channels, masks_by_x):
+    """Store the coefficients of grad_x, computed from the sums of all ranks."""
+    channel, exists = _program_channels(channels)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
     invstd = tl.load(statistics + 2 * channels + channel, mask=exists, other=0.0)
-    count = tl.maximum(tl.load(statistics + 3 * channels), 1.0)
-    a = _number(weight, channel, exists, 1.0) * invstd
-    b = -a * invstd * invstd * (sum_dy_xmu / count)
-    rest = _store_split(coefficients, mean, channel, exists)
-    _store_number(coefficients, channels + channel, a, exists)
-    _store_number(coefficients, 2 * channels + channel, b, exists)
-    _store_number(coefficients, 3 * channels + channel, -a * (sum_dy / count) - b * rest, exists)
-    keeps = tl.where(of_relu != 0, exists, False)  # scale and shift, which follow the statistics
-    for row in tl.static_range(3, 5):
-        number = tl.load(statistics + N_COPIES + row * channels + channel, mask=keeps, other=0.0)
-        _store_number(coefficients, (row + 1) * channels + channel, number, keeps)
+    divisor = tl.maximum(tl.load(statistics + 3 * channels), 1.0)
+    a = _load_parameter(weight, channel, exists, 1.0) * invstd
+    b = -a * invstd * invstd * (sum_dy_xmu / divisor)
+    rest = _store_center(coefficients, mean, channel, exists)
+    _store_rounded(coefficients, channels + channel, a, exists)
+    _store_rounded(coefficients, 2 * channels + channel, b, exists)
+    _store_rounded(coefficients, 3 * channels + channel, -a * (sum_dy / divisor) - b * rest, exists)
+    stores_relu = tl.where(masks_by_x != 0, exists, False)
+    for index in tl.static_range(3, 5):
+        value = tl.load(statistics + N_COPIES + index * channels + channel, mask=stores_relu, other=0.0)
+        _store_rounded(coefficients, (index + 1) * channels + channel, value, stores_relu)
 
 
 @triton.jit
 def _signature_of_call(signature, forward_total, channels):
-    """See reference.py. An address of 0 changes nothing."""
-    s = tl.cast(signature, tl.float64)  # to the interpreter it is an int32
-    mixed = tl.zeros((MIXED,), tl.int64)
-    for first in range(0, 2 * channels, MIXED):
-        index = tl.cast(first + tl.arange(0, MIXED), tl.int64)
+    """See signature_of_call in reference.py. Return the signature unchanged if the address `forward_total` is 0."""
+    s = tl.cast(signature, tl.float64)  # Triton's interpreter passes an int32.
+    mixed = tl.zeros((MIXED_PER_STEP,), tl.int64)
+    for start in range(0, 2 * channels, MIXED_PER_STEP):
+        index = tl.cast(start + tl.arange(0, MIXED_PER_STEP), tl.int64)
         exists = tl.where(forward_total != 0, index < 2 * channels, False)
-        bits = tl.load(words_at(forward_total) + index, mask=exists, other=0)
-        number = bits.to(tl.float64, bitcast=True)
-        mixed += tl.where(number == number, bits, 0) * (2 * index + 1)
-    bits_of_highest = s.to(tl.int64, bitcast=True) & -(2**52)  # without the fraction of the float64
-    highest = bits_of_highest.to(tl.float64, bitcast=True).to(tl.int64)
-    of_call = ((tl.sum(mixed, 0) * MIXER >> 40) ^ s.to(tl.int64)) & (highest - 1) | highest
-    return tl.where(tl.where(forward_total != 0, s, 0.0) != 0, of_call.to(tl.float64), s)
+        bits = tl.load(int64_pointer(forward_total) + index, mask=exists, other=0)
+        value = bits.to(tl.float64, bitcast=True)
+        mixed += tl.where(value == value, bits, 0) * (2 * index + 1)
+    exponent_bits = s.to(tl.int64, bitcast=True) & -(2**52)  # clears the fraction of the float64
+    highest = exponent_bits.to(tl.float64, bitcast=True).to(tl.int64)
+    call_signature = ((tl.sum(mixed, 0) * MIXER >> 40) ^ s.to(tl.int64)) & (highest - 1) | highest
+    return tl.where(tl.where(forward_total != 0, s, 0.0) != 0, call_signature.to(tl.float64), s)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def gradient_sums(
-    parts, sums, statistics, grad_weight, grad_bias, signature: tl.float64, forward_total: tl.int64, channels,
+    partials, sums, statistics, grad_weight, grad_bias, signature: tl.float64, forward_total: tl.int64, channels,
     num_parts, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Makes a payload of the parts: the sums, 0 and the signature."""
-    first, second = _sums_and_gradients(parts, statistics, grad_weight, grad_bias, channels, num_parts, COMPUTE)
+    """Store the backward payload, which is the sums over all parts, 0 and the signature; and the gradients of weight
+    and bias."""
+    first, second = _sums_and_gradients(partials, statistics, grad_weight, grad_bias, channels, num_parts, COMPUTE)
     _store_sums(sums, first, second, channels)
     if tl.program_id(0) == 0:
         signature = _signature_of_call(signature, forward_total, channels)
@@ -283,19 +294,20 @@ def gradient_sums(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def backward_channels(
-    sums, statistics, weight, coefficients, host: tl.int64, state: tl.int64, sequence_number: tl.int64, channels,
-    of_relu,
+    sums, statistics, weight, coefficients, host_words: tl.int64, device_word: tl.int64, sequence_number: tl.int64,
+    channels, masks_by_x,
 ):  # fmt: skip
-    look(sums + 2 * channels, 0, host, state, sequence_number)
-    first, second = _total(sums, 1, channels)
-    _store_coefficients(first, second, statistics, weight, coefficients, channels, of_relu)
+    """Check the total and store the coefficients of grad_x."""
+    check_trailer(sums + 2 * channels, 0, host_words, device_word, sequence_number)
+    first, second = _add_partials(sums, 1, channels)
+    _store_coefficients(first, second, statistics, weight, coefficients, channels, masks_by_x)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
-def backward_channels_of_parts(
-    parts, statistics, grad_weight, grad_bias, weight, coefficients, channels, num_parts, of_relu,
+def backward_channels_single_rank(
+    partials, statistics, grad_weight, grad_bias, weight, coefficients, channels, num_parts, masks_by_x,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """gradient_sums and backward_channels of one rank alone, in one launch."""
-    first, second = _sums_and_gradients(parts, statistics, grad_weight, grad_bias, channels, num_parts, COMPUTE)
-    _store_coefficients(first, second, statistics, weight, coefficients, channels, of_relu)
+    """Do the work of gradient_sums and backward_channels in one launch, for a single rank."""
+    first, second = _sums_and_gradients(partials, statistics, grad_weight, grad_bias, channels, num_parts, COMPUTE)
+    _store_coefficients(first, second, statistics, weight, coefficients, channels, masks_by_x)

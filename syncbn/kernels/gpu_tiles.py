@@ -1,23 +1,24 @@
-"""Goes over whole tensors in Triton: parts of sums, and maps. gpu.py launches it. Uses only features of Triton 3.6.
+"""Triton kernels over whole tensors: partial sums, and the elementwise kernels `normalize` and `input_gradient`.
 
-A tensor is (outer, channel, inner) values in memory. A program goes over *rows* of neighbouring values, several of them
-at a time, which is a *tile*:
+A tensor is (outer, channel, inner) values in memory. Each program loops over tiles; a tile is several rows of
+contiguous values. The tensor is split in one of two ways:
 
-    in runs   a program has values of one channel. A row is 4 values of a run, which has `inner` neighbours, or 1 value
-              where a run is no multiple of 4, or has 4 alone.
-    else      inner is 1: a program has some neighbouring channels. A row is one of the `outer`.
+    in runs   A run is `inner` > 1 contiguous values of one channel. A program processes one channel; a row is 4 values
+              of a run, or 1 value if inner is 4 or not a multiple of 4.
+    else      inner is 1. A program processes several adjacent channels; a row is their values at one outer index.
 
-Programs are numbered (span, part): which channel or channels, and which of the rows.
+The program (span, part) processes the channels of one span and the rows of one part.
 
-A program adds CHUNK tiles in float32 before it adds on in float64; of x it adds the differences from a center near the
-mean, as float32 would lose small ones beside a large mean. A second kernel, in gpu_channels.py, adds what the programs
-found. The order of additions depends only on the sizes and the GPU model: no addition is atomic, and the same input
-gives the same bits. float64 inputs are processed in float64 throughout.
+A program accumulates CHUNK tiles in float32, then adds them to a float64 accumulator. It sums x - center, with a center
+near the mean: float32 sums of x would lose small differences next to a large mean. A second kernel, in gpu_channels.py,
+adds the partial sums of all programs. The order of additions depends only on the sizes and the GPU model: no addition
+is atomic, and the same input gives the same bits. float64 inputs are processed in float64 throughout.
 
-Maps go over the tiles in reverse: what the sums have read last may still be in the GPU's cache.
+Elementwise kernels process the tiles in reverse order, to reuse what the reduction left in the GPU's cache. gpu.py
+launches all kernels. The code uses only features of Triton 3.6.
 """
 
-# Triton has types of its own, and reads this source: constants are upper case, branches on them need their else.
+# Triton compiles this source and has types of its own. Constants are upper case; a branch on a constant needs its else.
 # mypy: ignore-errors
 # ruff: noqa: N803, RET505, SIM108
 
@@ -28,29 +29,29 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from syncbn.kernels.gpu_channels import N_COPIES, STATUS_WORDS, note_unless_finite, store_trailer
+from syncbn.kernels.gpu_channels import N_COPIES, STATUS_WORDS, record_not_finite, store_trailer
 
 
 class Tiles(NamedTuple):
-    """What kernels are compiled for, beside the dtypes of their tensors."""
+    """Compile-time constants of the kernels, in addition to the dtypes of their tensors."""
 
     in_runs: bool
-    rows: int
-    columns: int  # values of a row
-    align: int  # divides inner in runs, else the number of channels
-    index: tl.dtype  # tl.int64 where int32 does not count the values
-    compute: tl.dtype  # tl.float32, or tl.float64
+    rows: int  # rows per tile
+    columns: int  # values per row
+    align: int  # a divisor of `inner` in runs, else of the number of channels
+    index: tl.dtype  # dtype of offsets: tl.int32, or tl.int64 for large tensors
+    compute: tl.dtype  # tl.float32, or tl.float64 for float64 inputs
 
 
-GROUP = tl.constexpr(4)  # tiles that are loaded before the first is used
-CHUNK = tl.constexpr(32)  # tiles
-# Triton would compile anew for a size that is 1, or a multiple of 16.
-SIZES = ["num_rows", "rows_of_program", "channels", "inner", "multiplier", "shift", *STATUS_WORDS]
+UNROLL = tl.constexpr(4)  # tiles per iteration, which are all loaded before the first is used
+CHUNK = tl.constexpr(32)  # tiles per float32 sum
+# Without this list Triton would compile a kernel again for a size of 1, and for multiples of 16.
+SIZES = ["num_rows", "rows_per_program", "channels", "inner", "multiplier", "bit_shift", *STATUS_WORDS]
 
 
 @triton.jit
-def _sizes(channels, inner, TILES: tl.constexpr):
-    """The same, such that Triton knows what divides them, and loads several values at once."""
+def _divisible_sizes(channels, inner, TILES: tl.constexpr):
+    """Return the same sizes in a form from which Triton infers their divisor, and loads several values at once."""
     if TILES.in_runs:
         inner = inner // TILES.align * TILES.align
     else:
@@ -59,8 +60,8 @@ def _sizes(channels, inner, TILES: tl.constexpr):
 
 
 @triton.jit
-def _channel(span, channels, TILES: tl.constexpr):
-    """The channel of the program's values, or one for each column, and whether there is such a channel."""
+def _span_channels(span, channels, TILES: tl.constexpr):
+    """Return the channel of the program in runs, else a channel for each column; and whether the channel exists."""
     if TILES.in_runs:
         channel = span
     else:
@@ -69,19 +70,19 @@ def _channel(span, channels, TILES: tl.constexpr):
 
 
 @triton.jit
-def _tile(first_row, program, TILES: tl.constexpr):
-    """Where the values of a tile are, (rows, columns), and which exist.
+def _tile_offsets(first_row, program, TILES: tl.constexpr):
+    """Return the offsets of a tile's values, (rows, columns), and a mask of those that exist.
 
-    program: (stop, span, channels, inner, multiplier, shift); rows from `stop` on do not exist.
+    program: (stop, span, channels, inner, multiplier, bit_shift); rows from `stop` on do not exist.
     """
-    stop, span, channels, inner, multiplier, shift = program
+    stop, span, channels, inner, multiplier, bit_shift = program
     row, column = first_row + tl.arange(0, TILES.rows), tl.arange(0, TILES.columns)
     span, exists = tl.cast(span, row.dtype), (row < stop)[:, None]
     if TILES.in_runs:
         if TILES.index == tl.int64:
             run = row // (inner // TILES.columns)
-        else:  # the same without a division, see gpu.py
-            run = (tl.umulhi(row.to(tl.uint32), multiplier.to(tl.uint32)) >> shift).to(tl.int32)
+        else:  # the same without a division, see _magic_division in gpu.py
+            run = (tl.umulhi(row.to(tl.uint32), multiplier.to(tl.uint32)) >> bit_shift).to(tl.int32)
         start = row * TILES.columns + run * ((channels - 1) * tl.cast(inner, row.dtype)) + span * inner
         exists = tl.broadcast_to(exists, (TILES.rows, TILES.columns))
     else:
@@ -93,31 +94,32 @@ def _tile(first_row, program, TILES: tl.constexpr):
 
 @triton.jit
 def _load(pointer, offsets, exists, TILES: tl.constexpr):
-    """0 where there is nothing."""
+    """Load values in the dtype of computation, 0 where none exist."""
     return tl.load(pointer + offsets, mask=exists, other=0.0).to(TILES.compute)
 
 
 @triton.jit
-def _across(numbers, TILES: tl.constexpr):
-    """Numbers of channels, such that they go with a tile."""
+def _broadcast(values, TILES: tl.constexpr):
+    """Return per-channel values in a shape that broadcasts to a tile."""
     if TILES.in_runs:
-        return numbers
+        return values
     else:
-        return numbers[None, :]
+        return values[None, :]
 
 
 @triton.jit
 def _coefficient(coefficients, index, channels, channel, exists, TILES: tl.constexpr):
-    """The coefficient of this index, such that it goes with a tile."""
-    numbers = tl.load(coefficients + index * channels + channel, mask=exists, other=0.0)
-    return _across(numbers.to(TILES.compute), TILES)
+    """Load the coefficients with this index, in a shape that broadcasts to a tile."""
+    values = tl.load(coefficients + index * channels + channel, mask=exists, other=0.0)
+    return _broadcast(values.to(TILES.compute), TILES)
 
 
 @triton.jit
-def _through_relu(
+def _apply_relu_mask(
     dy, difference, x, y, scale, shift, offsets, exists, TILES: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
-    """dy, but 0 where the output of a relu is 0: y or, with RELU, what `normalize` made of x - center."""
+    """Return dy, set to 0 where the output of a fused relu is 0. That output is y or, with RELU, computed again from
+    `difference`, x - center. Without y and RELU, dy is returned unchanged."""
     if RELU:
         output = tl.fma(difference, scale, shift).to(x.dtype.element_ty).to(TILES.compute)
         return tl.where(output <= 0, 0.0, dy)
@@ -128,9 +130,12 @@ def _through_relu(
 
 
 @triton.jit
-def _over_rows(values, TILES: tl.constexpr):
-    """The sum of each column of a tile; in runs values are (rows,). tl.sum over the rows of columns would have many
-    conflicts of banks in shared memory; few are left where a thread first gets two rows of a column, and adds them."""
+def _sum_rows(values, TILES: tl.constexpr):
+    """Return the sum of each column of a tile; in runs `values` is (rows,), and the result one sum.
+
+    tl.sum(values, 0) of a tile would cause many bank conflicts in shared memory. Few are left if each thread first gets
+    two rows of a column and adds them.
+    """
     if TILES.in_runs:
         return tl.sum(values, 0)
     else:
@@ -140,141 +145,143 @@ def _over_rows(values, TILES: tl.constexpr):
 
 @triton.jit
 def _center(x, start, program, TILES: tl.constexpr):
-    """The mean of the first tile, rounded to the dtype of x, or 0 where that is not finite."""
-    offsets, exists = _tile(start, program, TILES)
+    """Return the mean of the first tile, rounded to the dtype of x, or 0 for a mean that is not finite."""
+    offsets, exists = _tile_offsets(start, program, TILES)
     values, count = _load(x, offsets, exists, TILES), tl.minimum(program[0] - start, TILES.rows)
     if TILES.in_runs:
         values, count = tl.sum(values, 1), count * TILES.columns
-    total = _over_rows(values, TILES)
+    total = _sum_rows(values, TILES)
     center = (total / tl.maximum(count, 1).to(TILES.compute)).to(x.dtype.element_ty).to(TILES.compute)
     return tl.where(tl.abs(center) < float("inf"), center, 0.0)  # also NaN
 
 
 @triton.jit
-def _widened(sums, TILES: tl.constexpr):
-    """float64 sums of what each thread has: of rows in runs, else of each place of a tile."""
+def _to_float64(sums, TILES: tl.constexpr):
+    """Return float32 sums of tiles in float64: in runs added up over the columns, else unchanged in shape."""
     if TILES.in_runs:
         sums = tl.sum(sums, 1)
     return sums.to(tl.float64)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def parts_of_sums(
-    x, dy, y, statistics, parts, signature: tl.float64, host: tl.int64, sequence_number: tl.int64, num_rows,
-    rows_of_program, channels, inner, multiplier, shift, TILES: tl.constexpr, RELU: tl.constexpr,
+def partial_sums(
+    x, dy, y, statistics, partials, signature: tl.float64, host_words: tl.int64, sequence_number: tl.int64, num_rows,
+    rows_per_program, channels, inner, multiplier, bit_shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Sums of x and x^2; with dy, of dy and dy * (x - mean), where dy counts as 0 if the output of a relu is 0.
-    The sequence number is stored in the status words unless the sums of x are finite.
+    """Store partial sums of x and x^2 or, with dy, of dy and dy * (x - center), dy masked by a fused relu.
 
-    parts: (parts, 2, channels) numbers; without dy the trailer follows, so that one part is a payload.
+    partials: (parts, 2, channels) sums; without dy a trailer follows, so that a single part is a complete payload.
+    Unless the sums of x are finite, the sequence number is stored in the status words.
     """
     span, part = tl.program_id(0), tl.program_id(1)
-    start = tl.cast(part, TILES.index) * rows_of_program
-    stop = tl.minimum(start + rows_of_program, num_rows)
-    channels, inner = _sizes(channels, inner, TILES)
-    program = (stop, span, channels, inner, multiplier, shift)
-    channel, exists = _channel(span, channels, TILES)
-    values_of_row = TILES.columns if TILES.in_runs else 1  # that are a channel's
+    start = tl.cast(part, TILES.index) * rows_per_program
+    stop = tl.minimum(start + rows_per_program, num_rows)
+    channels, inner = _divisible_sizes(channels, inner, TILES)
+    program = (stop, span, channels, inner, multiplier, bit_shift)
+    channel, exists = _span_channels(span, channels, TILES)
+    values_per_row = TILES.columns if TILES.in_runs else 1  # of one channel
     if dy is None:
         center = _center(x, start, program, TILES)
     else:
         center = tl.load(statistics + channel, mask=exists, other=0.0).to(TILES.compute)
-    center_of_tile = _across(center, TILES)
-    scale, offset = 0.0, 0.0
-    if RELU:  # they follow the statistics
+    tile_center = _broadcast(center, TILES)
+    scale, shift = 0.0, 0.0
+    if RELU:  # scale and shift follow the statistics
         scale = _coefficient(statistics + N_COPIES, 3, channels, channel, exists, TILES)
-        offset = _coefficient(statistics + N_COPIES, 4, channels, channel, exists, TILES)
+        shift = _coefficient(statistics + N_COPIES, 4, channels, channel, exists, TILES)
 
     zeros = tl.full((TILES.rows, TILES.columns), 0.0, TILES.compute)
-    first, second = _widened(zeros, TILES), _widened(zeros, TILES)
+    first, second = _to_float64(zeros, TILES), _to_float64(zeros, TILES)
     for chunk in range(start, stop, CHUNK * TILES.rows):
-        firsts, seconds = zeros, zeros
-        for row in range(chunk, tl.minimum(chunk + CHUNK * TILES.rows, stop), GROUP * TILES.rows):
-            for tile in tl.static_range(GROUP):
-                offsets, found = _tile(row + tile * TILES.rows, program, TILES)
+        chunk_first, chunk_second = zeros, zeros
+        for row in range(chunk, tl.minimum(chunk + CHUNK * TILES.rows, stop), UNROLL * TILES.rows):
+            for tile in tl.static_range(UNROLL):
+                offsets, in_tile = _tile_offsets(row + tile * TILES.rows, program, TILES)
                 if dy is None:
-                    other = center_of_tile.to(x.dtype.element_ty)
-                    difference = tl.load(x + offsets, mask=found, other=other).to(TILES.compute) - center_of_tile
+                    other = tile_center.to(x.dtype.element_ty)
+                    difference = tl.load(x + offsets, mask=in_tile, other=other).to(TILES.compute) - tile_center
                     factor = difference
                 else:
-                    difference = _load(x, offsets, found, TILES) - center_of_tile
-                    factor = _load(dy, offsets, found, TILES)
-                    factor = _through_relu(factor, difference, x, y, scale, offset, offsets, found, TILES, RELU)
-                firsts += factor
-                seconds += factor * difference
-        first += _widened(firsts, TILES)
-        second += _widened(seconds, TILES)
-    first, second = _over_rows(first, TILES), _over_rows(second, TILES)
+                    difference = _load(x, offsets, in_tile, TILES) - tile_center
+                    factor = _load(dy, offsets, in_tile, TILES)
+                    factor = _apply_relu_mask(factor, difference, x, y, scale, shift, offsets, in_tile, TILES, RELU)
+                chunk_first += factor
+                chunk_second += factor * difference
+        first += _to_float64(chunk_first, TILES)
+        second += _to_float64(chunk_second, TILES)
+    first, second = _sum_rows(first, TILES), _sum_rows(second, TILES)
 
-    if dy is None:  # about zero
-        of_center = center.to(tl.float64) * (tl.cast(stop - start, tl.float64) * values_of_row)
-        second += tl.where(center != 0, center * (2 * first + of_center), 0.0)  # 0 times an infinite sum is NaN
-        first += of_center
-    pair = parts + 2 * tl.cast(part, tl.int64) * channels
-    tl.store(pair + channel, first, mask=exists)
-    tl.store(pair + channels + channel, second, mask=exists)
+    if dy is None:  # convert sums about the center to sums about zero
+        center_sum = center.to(tl.float64) * (tl.cast(stop - start, tl.float64) * values_per_row)
+        second += tl.where(center != 0, center * (2 * first + center_sum), 0.0)  # 0 times an infinite sum is NaN
+        first += center_sum
+    destination = partials + 2 * tl.cast(part, tl.int64) * channels
+    tl.store(destination + channel, first, mask=exists)
+    tl.store(destination + channels + channel, second, mask=exists)
     if dy is None:
-        note_unless_finite(first, second, host, sequence_number)
+        record_not_finite(first, second, host_words, sequence_number)
         if (span == 0) & (part == 0):
-            trailer = parts + 2 * tl.cast(tl.num_programs(1), tl.int64) * channels
-            store_trailer(trailer, tl.cast(num_rows, tl.float64) * values_of_row, signature)
+            trailer = partials + 2 * tl.cast(tl.num_programs(1), tl.int64) * channels
+            store_trailer(trailer, tl.cast(num_rows, tl.float64) * values_per_row, signature)
 
 
 @triton.jit
-def _in_reverse(num_rows, rows_of_program, TILES: tl.constexpr):
-    """The span of the program, the first of its rows, where they stop, and the first of the last group."""
+def _reverse_range(num_rows, rows_per_program, TILES: tl.constexpr):
+    """Return the program's span, its first row, the end of its rows, and the first row of the last iteration."""
     span, part = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    start = tl.cast(part, TILES.index) * rows_of_program
-    stop = tl.minimum(start + rows_of_program, num_rows)
-    return span, start, stop, start + (stop - start - 1) // (GROUP * TILES.rows) * (GROUP * TILES.rows)
+    start = tl.cast(part, TILES.index) * rows_per_program
+    stop = tl.minimum(start + rows_per_program, num_rows)
+    return span, start, stop, start + (stop - start - 1) // (UNROLL * TILES.rows) * (UNROLL * TILES.rows)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def normalize(
-    x, residual, y, coefficients, num_rows, rows_of_program, channels, inner, multiplier, shift,
+    x, residual, y, coefficients, num_rows, rows_per_program, channels, inner, multiplier, bit_shift,
     TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    span, start, stop, last = _in_reverse(num_rows, rows_of_program, TILES)
-    channels, inner = _sizes(channels, inner, TILES)
-    program = (stop, span, channels, inner, multiplier, shift)
-    channel, exists = _channel(span, channels, TILES)
+    """Store y = (x - center) * scale + shift (+ residual) (then relu)."""
+    span, start, stop, last_start = _reverse_range(num_rows, rows_per_program, TILES)
+    channels, inner = _divisible_sizes(channels, inner, TILES)
+    program = (stop, span, channels, inner, multiplier, bit_shift)
+    channel, exists = _span_channels(span, channels, TILES)
     center = _coefficient(coefficients, 0, channels, channel, exists, TILES)
     scale = _coefficient(coefficients, 1, channels, channel, exists, TILES)
-    offset = _coefficient(coefficients, 2, channels, channel, exists, TILES)
-    for row in range(start, stop, GROUP * TILES.rows):
-        for tile in tl.static_range(GROUP):
-            offsets, found = _tile(last - (row - start) + tile * TILES.rows, program, TILES)
-            value = tl.fma(_load(x, offsets, found, TILES) - center, scale, offset)
+    shift = _coefficient(coefficients, 2, channels, channel, exists, TILES)
+    for row in range(start, stop, UNROLL * TILES.rows):
+        for tile in tl.static_range(UNROLL):
+            offsets, in_tile = _tile_offsets(last_start - (row - start) + tile * TILES.rows, program, TILES)
+            value = tl.fma(_load(x, offsets, in_tile, TILES) - center, scale, shift)
             if residual is not None:
-                value += _load(residual, offsets, found, TILES)
+                value += _load(residual, offsets, in_tile, TILES)
             if RELU:
                 value = tl.where(value <= 0, 0.0, value)
-            tl.store(y + offsets, value, mask=found)
+            tl.store(y + offsets, value, mask=in_tile)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def input_gradient(
-    dy, x, y, grad_x, grad_residual, coefficients, num_rows, rows_of_program, channels, inner, multiplier,
-    shift, TILES: tl.constexpr, RELU: tl.constexpr,
+    dy, x, y, grad_x, grad_residual, coefficients, num_rows, rows_per_program, channels, inner, multiplier,
+    bit_shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    span, start, stop, last = _in_reverse(num_rows, rows_of_program, TILES)
-    channels, inner = _sizes(channels, inner, TILES)
-    program = (stop, span, channels, inner, multiplier, shift)
-    channel, exists = _channel(span, channels, TILES)
+    """Store grad_x = dy * a + (x - center) * b + c, dy masked by a fused relu, and grad_residual = dy."""
+    span, start, stop, last_start = _reverse_range(num_rows, rows_per_program, TILES)
+    channels, inner = _divisible_sizes(channels, inner, TILES)
+    program = (stop, span, channels, inner, multiplier, bit_shift)
+    channel, exists = _span_channels(span, channels, TILES)
     center = _coefficient(coefficients, 0, channels, channel, exists, TILES)
     a = _coefficient(coefficients, 1, channels, channel, exists, TILES)
     b = _coefficient(coefficients, 2, channels, channel, exists, TILES)
     c = _coefficient(coefficients, 3, channels, channel, exists, TILES)
-    scale, offset = 0.0, 0.0
+    scale, shift = 0.0, 0.0
     if RELU:
         scale = _coefficient(coefficients, 4, channels, channel, exists, TILES)
-        offset = _coefficient(coefficients, 5, channels, channel, exists, TILES)
-    for row in range(start, stop, GROUP * TILES.rows):
-        for tile in tl.static_range(GROUP):
-            offsets, found = _tile(last - (row - start) + tile * TILES.rows, program, TILES)
-            difference = _load(x, offsets, found, TILES) - center
-            gradient = _load(dy, offsets, found, TILES)
-            gradient = _through_relu(gradient, difference, x, y, scale, offset, offsets, found, TILES, RELU)
+        shift = _coefficient(coefficients, 5, channels, channel, exists, TILES)
+    for row in range(start, stop, UNROLL * TILES.rows):
+        for tile in tl.static_range(UNROLL):
+            offsets, in_tile = _tile_offsets(last_start - (row - start) + tile * TILES.rows, program, TILES)
+            difference = _load(x, offsets, in_tile, TILES) - center
+            gradient = _load(dy, offsets, in_tile, TILES)
+            gradient = _apply_relu_mask(gradient, difference, x, y, scale, shift, offsets, in_tile, TILES, RELU)
             if grad_residual is not None:
-                tl.store(grad_residual + offsets, gradient, mask=found)
-            tl.store(grad_x + offsets, gradient * a + difference * b + c, mask=found)
+                tl.store(grad_residual + offsets, gradient, mask=in_tile)
+            tl.store(grad_x + offsets, gradient * a + difference * b + c, mask=in_tile)

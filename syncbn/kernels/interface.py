@@ -233,7 +233,7 @@ class BackwardKernels(Kernels[BackwardConfig]):
         not need."""
 
 
-class BackEnd(Protocol):
+class FastPathBackEnd(Protocol):
     """cpu.py or gpu.py."""
 
     @property

@@ -1,18 +1,19 @@
-"""Defines the kernels as torch operations, which run on every device: the other back ends must compute the same.
+"""Defines the kernels as torch operations, which run on every device. The other back ends must compute the same.
 
-The general road takes these classes: `Forward` and `Backward`, whose operations autograd, torch.func and compilers
-see; in eager mode those of `InParts`, which keep float64 copies small; or those of operators.py, which derive from
-them. cpu.py and gpu.py serve the ordinary road, with more arguments, see interface.py.
+The fallback uses one of three back ends: this module, whose operations autograd, torch.func and compilers can trace; in
+eager mode `Chunked`, which keeps float64 copies small; or operators.py, whose classes derive from those below. cpu.py
+and gpu.py are the back ends of the fast path. Their methods take more arguments, see interface.py.
 
-C: channels. The layout of a config says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the
-    residual, which have the dtype and shape of x. Sums, totals and statistics are float64, packed as in statistics.py;
-    weight and bias (C,) are of any float dtype. Sums are not signed here.
-A fused relu: backward masks dy where its output was 0: by that output y where a residual was added; else by x, scale
-    and shift (C,), which follow the statistics, and y is None.
-Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, and on GPUs
-    float32 values too: squares of values beyond 1.8e19 then overflow, those of values below 1e-19 lose digits.
-Maps compute single values in float32, or in float64 for float64 values. Beside values beyond 1e18 the float32 number b
-    of backward_outputs underflows, and with it what the variance contributes to the gradient.
+Tensors      x is non-overlapping and dense, and viewed as (outer, C, inner), see Layout in interface.py. dy, y and the
+             residual have the shape, dtype and layout of x. Sums, totals and statistics are float64, packed as in
+             statistics.py. weight and bias (C,) have any float dtype. Sums have zeros in place of a signature here.
+Fused relu   Backward sets dy to 0 where the output of the relu is 0. With a residual that output is the saved y. Else y
+             is None, and the output is computed again from x, scale and shift (C,), which follow the statistics.
+Reductions   They accumulate in float64. For speed the other back ends may first add a few 16-bit values (on GPUs also
+             float32 values) in float32: then squares of values beyond 1.8e19 overflow, and squares of values below
+             1e-19 lose digits.
+Elementwise  Operations on elements compute in float32, or in float64 for float64 tensors. For values beyond 1e18 the
+             float32 coefficient b of backward_outputs underflows, and the gradient loses the term of the variance.
 """
 
 import itertools
@@ -26,15 +27,16 @@ from syncbn.kernels import interface
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
 from syncbn.statistics import N_COPIES, compute_dtype, from_sums, unpack
 
-PART_VALUES = 2**18  # of a part of a tensor: 2 MB in float64, which caches hold
-GPU_PART_VALUES = 2**24  # 128 MB: the launches for smaller parts would take longer than the work
+CHUNK_ELEMENTS = 2**18  # per chunk on CPUs: 2 MB in float64, which fit in the caches
+GPU_CHUNK_ELEMENTS = 2**24  # 128 MB in float64: with smaller chunks the launches would dominate
 
 
 def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
-    """The signature of another pass than forward, float64 (1,), with bits of the sums in the forward's total mixed in.
+    """Return the signature of a backward, float64 (1,): bits of the sums in the forward's total are mixed in.
 
-    These are the same on all ranks and differ from call to call of a layer. h = sum of bits_i * (2 i + 1), without NaN,
-    whose bits may differ; 24 bits of h * MIXER change the signature below its highest bit.
+    The total is the same on all ranks and differs from call to call of a layer. h = sum of bits_i * (2 i + 1), where
+    NaN counts as 0 because its bits may differ between ranks. 24 bits of h * MIXER change the signature below its
+    highest bit.
     """
     sums = forward_total[: -interface.TRAILER_ELEMENTS]
     bits = torch.where(sums.isnan(), 0, sums.view(torch.int64))
@@ -44,39 +46,41 @@ def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
 
 
 class Operations:
-    """What both passes do with tensors: fold them, add up over channels, map. Either on whole tensors or in parts."""
+    """Reductions and elementwise operations of both passes, on whole tensors or, if `chunked`, chunk by chunk."""
 
-    in_parts = False
+    chunked = False
 
     def __init__(self, config: interface.ForwardConfig | interface.BackwardConfig) -> None:
         self.config = config
 
-    def summed(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
-        """The sums of two terms, of these tensors folded, over the values of each channel: float64 (2C,)."""
-        first, *rest = [torch.cat([*map(channel_sums, terms(*part))]) for part in self.parts(x, *others)]
+    def reduce(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
+        """Return the per-channel sums of the two results of `terms`, which gets the tensors folded: float64 (2C,)."""
+        first, *rest = [torch.cat([*map(channel_sums, terms(*chunk))]) for chunk in self.chunks(x, *others)]
         return sum(rest, first)
 
-    def mapped(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
-        """What the function makes of these tensors folded, in the shape, dtype and memory format of x; not as a view,
-        which users may not change."""
-        if not self.in_parts:
-            (part,) = self.parts(x, *others)
-            return self.config.layout.unfold(function(*part), x.shape).to(x.dtype, copy=True)
+    def map_elements(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
+        """Return the result of `function`, which gets the tensors folded, in the shape, dtype and strides of x.
+
+        The result is not a view, because autograd forbids in-place changes of a view that a Function returns.
+        """
+        if not self.chunked:
+            (chunk,) = self.chunks(x, *others)
+            return self.config.layout.unfold(function(*chunk), x.shape).to(x.dtype, copy=True)
         result = torch.empty_like(x)
-        for result_part, *part in self.parts(result, x, *others):
-            assert result_part is not None
-            result_part.copy_(function(*part))
+        for result_chunk, *chunk in self.chunks(result, x, *others):
+            assert result_chunk is not None
+            result_chunk.copy_(function(*chunk))
         return result
 
-    def parts(self, *tensors: Tensor | None) -> Iterable[list[Tensor | None]]:
-        """The tensors folded to (outer, channel, inner): views of one part after the other, or the whole tensors."""
+    def chunks(self, *tensors: Tensor | None) -> Iterable[list[Tensor | None]]:
+        """Return the tensors folded to (outer, channel, inner): views of each chunk, or the whole tensors."""
         folded = [None if tensor is None else self.config.layout.fold(tensor) for tensor in tensors]
-        if not self.in_parts:
+        if not self.chunked:
             return [folded]
         outer, channels, inner = self.config.layout.sizes
-        most_values = PART_VALUES if self.config.device.type == "cpu" else GPU_PART_VALUES
-        rows = max(1, most_values // max(1, channels * inner))
-        columns = max(1, most_values // max(1, channels * rows))
+        max_elements = CHUNK_ELEMENTS if self.config.device.type == "cpu" else GPU_CHUNK_ELEMENTS
+        rows = max(1, max_elements // max(1, channels * inner))
+        columns = max(1, max_elements // max(1, channels * rows))
         starts = itertools.product(range(0, max(1, outer), rows), range(0, max(1, inner), columns))
         return (
             [None if one is None else one[row : row + rows, :, column : column + columns] for one in folded]
@@ -85,12 +89,12 @@ class Operations:
 
 
 def channel_sums(values: Tensor) -> Tensor:
-    """The sum over each channel of folded values in float64: (C,)."""
+    """Return the sum of each channel of folded values: (C,)."""
     return values.sum((0, 2))
 
 
-def minus_mean(x: Tensor, mean: Tensor) -> Tensor:
-    """x - mean of a folded x, in float64."""
+def subtract_mean(x: Tensor, mean: Tensor) -> Tensor:
+    """Return x - mean in float64 for a folded x."""
     return x.double() - mean[:, None]
 
 
@@ -102,45 +106,47 @@ class Forward(Operations):
             wide = x.to(torch.float64)
             return wide, wide.square()
 
-        sums, (outer, _, inner) = self.summed(terms, x), self.config.layout.sizes
+        sums, (outer, _, inner) = self.reduce(terms, x), self.config.layout.sizes
         return torch.cat((sums, sums.new_full((1,), outer * inner), sums.new_zeros(interface.SIGNATURE_ELEMENTS)))
 
     def forward_outputs(self, inputs: Inputs, total: Tensor) -> tuple[Tensor, Tensor]:
-        """y = (x - center) * scale + shift (+ residual) (then relu).
+        """Return y = (x - center) * scale + shift (+ residual) (then relu), and the statistics.
 
-        mean = center + rest: x - center is exact, and the shift makes up for the rest.
+        mean = center + rest: x - center is exact, and the shift contains the rest.
         """
         (x, weight, bias, residual), config = inputs, self.config
         statistics = from_sums(total[: -interface.SIGNATURE_ELEMENTS], self.config.eps)
         mean, _, invstd, _ = unpack(statistics, config.layout.sizes[1])
-        _, rest = _split(mean, x.dtype)
+        _, rest = _split_mean(mean, x.dtype)
         scale = invstd if weight is None else invstd * weight.double()
         shift = -rest * scale if bias is None else bias.double() - rest * scale
         if config.masks_by_x:
             statistics = torch.cat((statistics, scale, shift))
 
         def normalize(x: Tensor, residual: Tensor | None) -> Tensor:
-            y = _normalized(x, mean, scale, shift)
+            y = _normalize(x, mean, scale, shift)
             y = y if residual is None else y + residual
             return y.relu() if config.relu else y
 
-        return self.mapped(normalize, x, residual), statistics
+        return self.map_elements(normalize, x, residual), statistics
 
 
 class Backward(Operations):
     config: interface.BackwardConfig
 
     def backward_sums(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Where the output of a fused relu is 0, dy counts as 0. grad_weight = sum dy * (x - mean) * invstd and
-        grad_bias = sum dy are in memory of their own, as an all_reduce overwrites the sums."""
+        """Return the sums, grad_weight = sum dy * (x - mean) * invstd, and grad_bias = sum dy.
+
+        The gradients do not share memory with the sums, which an all_reduce overwrites.
+        """
         x, _, statistics, y = saved
         mean, _, invstd, _ = unpack(statistics, self.config.layout.sizes[1])
 
         def terms(x: Tensor, dy: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-            wide_dy = through_relu(self.config, dy, x, y, statistics).double()
-            return wide_dy, wide_dy * minus_mean(x, mean)
+            wide_dy = apply_relu_mask(self.config, dy, x, y, statistics).double()
+            return wide_dy, wide_dy * subtract_mean(x, mean)
 
-        sums = self.summed(terms, x, dy, y)
+        sums = self.reduce(terms, x, dy, y)
         sum_dy, sum_dy_xmu = sums.chunk(2)
         weight_dtype, bias_dtype = self.config.grad_weight_dtype, self.config.grad_bias_dtype
         grad_weight = None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype)
@@ -148,38 +154,38 @@ class Backward(Operations):
         return torch.cat((sums, sums.new_zeros(interface.TRAILER_ELEMENTS))), grad_weight, grad_bias
 
     def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
-        """grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean), with which it is
+        """Return grad_x = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight, and grad_residual.
 
-        (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
+        grad_x is computed as dy * a + (x - center) * b + c. The means are the sums of all ranks divided by n.
         """
         x, weight, statistics, y = saved
         mean, _, invstd, num_values = unpack(statistics, self.config.layout.sizes[1])
-        narrow_mean, rest = _split(mean, x.dtype)
+        narrow_mean, rest = _split_mean(mean, x.dtype)
         mean_dy, mean_dy_xmu = (total[: -interface.TRAILER_ELEMENTS] / num_values.clamp(min=1)).chunk(2)
         wide_a = invstd if weight is None else invstd * weight.double()
         wide_b = -wide_a * invstd.square() * mean_dy_xmu
-        center, a, b, c = _columns(narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
+        center, a, b, c = _to_columns(narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
 
-        def behind_relu(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
-            return through_relu(self.config, dy, x, y, statistics)
+        def masked_dy(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
+            return apply_relu_mask(self.config, dy, x, y, statistics)
 
         def input_gradient(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
-            return behind_relu(x, dy, y).to(center.dtype) * a + (x.to(center.dtype) - center) * b + c
+            return masked_dy(x, dy, y).to(center.dtype) * a + (x.to(center.dtype) - center) * b + c
 
-        grad_residual = self.mapped(behind_relu, x, dy, y) if self.config.needs_residual else None
-        return self.mapped(input_gradient, x, dy, y) if self.config.needs_x else None, grad_residual
-
-
-class ForwardInParts(Forward):
-    in_parts = True
+        grad_residual = self.map_elements(masked_dy, x, dy, y) if self.config.needs_residual else None
+        return self.map_elements(input_gradient, x, dy, y) if self.config.needs_x else None, grad_residual
 
 
-class BackwardInParts(Backward):
-    in_parts = True
+class ChunkedForward(Forward):
+    chunked = True
+
+
+class ChunkedBackward(Backward):
+    chunked = True
 
 
 class BackEnd(Protocol):
-    """This module, operators.py or `InParts`."""
+    """A back end of the fallback: this module, operators.py or `Chunked`."""
 
     @property
     def Forward(self) -> type[Forward]: ...  # noqa: N802
@@ -187,40 +193,42 @@ class BackEnd(Protocol):
     def Backward(self) -> type[Backward]: ...  # noqa: N802
 
 
-class InParts:
-    """A back end, as a module is."""
+class Chunked:
+    """The chunked classes, under the names that a module of this protocol has."""
 
-    Forward, Backward = ForwardInParts, BackwardInParts
+    Forward, Backward = ChunkedForward, ChunkedBackward
 
 
-def through_relu(
+def apply_relu_mask(
     config: interface.BackwardConfig, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor
 ) -> Tensor:
-    """dy, and 0 where the output of a fused relu is 0, of folded tensors. NaN passes, as in torch's relu."""
+    """Return dy set to 0 where the output of a fused relu is 0, for folded tensors. NaN passes, as in torch's relu."""
     if not (config.masks_by_x or config.masks_by_y):
         return dy
     if config.masks_by_x:
         num_channels = config.layout.sizes[1]
         scale, shift = statistics[3 * num_channels + N_COPIES :].chunk(2)
-        y = _normalized(x, statistics[:num_channels], scale, shift).to(x.dtype)
+        y = _normalize(x, statistics[:num_channels], scale, shift).to(x.dtype)
     assert y is not None
     return dy.masked_fill(y <= 0, 0)
 
 
-def _normalized(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """(x - center) * scale + shift of a folded x, in the dtype of computation."""
-    center, scale, shift = _columns(_split(mean, x.dtype)[0], scale, shift)
+def _normalize(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return (x - center) * scale + shift for a folded x, in the dtype of computation."""
+    center, scale, shift = _to_columns(_split_mean(mean, x.dtype)[0], scale, shift)
     return (x.to(center.dtype) - center) * scale + shift
 
 
-def _split(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """center and rest: mean = center + rest."""
+def _split_mean(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return center, the mean in the dtype of computation for `dtype`, and rest = mean - center."""
     center = mean.to(compute_dtype(dtype))
     return center, mean - center
 
 
-def _columns(center: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """These per-channel values, each (C, 1), in the dtype of the center. Inductor does not compute again, for each
-    value of a map, what torch.cat puts in memory."""
+def _to_columns(center: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """Return per-channel values as (C, 1), in the dtype of `center`.
+
+    torch.cat stores the values in memory; otherwise Inductor would compute them again for each element.
+    """
     packed = torch.cat((center, *[values.to(center.dtype) for values in others]))
     return packed.view(1 + len(others), center.shape[0], 1).unbind()

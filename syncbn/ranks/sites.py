@@ -35,11 +35,11 @@ from syncbn.ranks.watchdog import this_rank
 from syncbn.texts import find_frame, format_ranks, layer_settings, quote_path, warn_once
 from syncbn.torch_internals import (
     PLAIN_CLASSES,
+    broadcasting_ddp,
     constant_in_graphs,
-    ddp_that_broadcasts,
     is_pipeline_stage,
     is_wrapped,
-    name_of,
+    registered_name,
 )
 
 
@@ -89,8 +89,8 @@ def smallest_signature(num_ranks: int) -> int:
 
 
 @constant_in_graphs
-def _signs() -> bool:
-    """Whether the layers of this rank sign what they send. `select.why_forced` refuses unknown values."""
+def _is_signing() -> bool:
+    """Whether the layers of this rank sign what they send. `select.reason_forced` refuses unknown values."""
     return os.environ.get("SYNCBN_CHECKS") != "0"
 
 
@@ -104,7 +104,7 @@ class Signatures(dict[tuple[str, torch.dtype | None], int]):
     def __missing__(self, key: tuple[str, torch.dtype | None]) -> int:
         pass_name, dtype = key
         s = self.smallest + _hash(f"{self.identity} {self.settings} {pass_name} {dtype}") % self.smallest
-        self[key] = signature = s if self.identity and _signs() else UNSIGNED
+        self[key] = signature = s if self.identity and _is_signing() else UNSIGNED
         return signature
 
 
@@ -113,7 +113,7 @@ class GroupState:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
-        self.name = name_of(group)
+        self.name = registered_name(group)
         self.ranks, self.num_ranks = dist.get_process_group_ranks(group), group.size()
         self.sites: WeakKeyDictionary[Caller, Site] = WeakKeyDictionary()
         self.num_sites = self.num_collectives = 0
@@ -219,7 +219,7 @@ def _require_one_stage(ranks: list[int]) -> None:
 
 def _warn_of_broadcast(layer: torch.nn.Module, ranks: list[int]) -> None:
     """Warn where DistributedDataParallel gives the running statistics of its first rank to ranks of other groups."""
-    ddp = ddp_that_broadcasts(getattr(layer, "running_mean", None))
+    ddp = broadcasting_ddp(getattr(layer, "running_mean", None))
     if ddp is not None and not {*ranks}.issuperset(dist.get_process_group_ranks(ddp.process_group)):
         what = f"layers share their statistics over {format_ranks(ranks)} alone, but DistributedDataParallel"
         copies = "copies the running statistics of its first rank to all of its ranks before forwards"

@@ -55,7 +55,7 @@ class GroupStatus:
     def __init__(self, state: GroupState) -> None:
         self.group = state
         self.streams: dict[tuple[torch.device, int | None], StreamStatus] = {}  # None: while a stream captures
-        self.explaining = threading.RLock()  # a fault: the program and the watchdog may, for several streams
+        self.lock = threading.RLock()  # a fault: the program and the watchdog may, for several streams
         self.call: report.CallReport | None = None  # of this rank in the all_reduce with the fault
         self.fault: Exception | None = None  # that a GPU has met
         self.is_reported = False  # the program has raised the fault, or the watchdog has logged it
@@ -87,7 +87,7 @@ class StreamStatus:
         _memory.extend((host, state))
         self.host_address, self.device_address = host.data_ptr(), state.data_ptr()
         self.words = (ctypes.c_int64 * 3).from_address(self.host_address)
-        self.begun: deque[Collective] = deque(
+        self.recent: deque[Collective] = deque(
             maxlen=MAX_PENDING
         )  # their numbers, which ascend, are the sequence_numbers
         self._oldest: Collective | None = None
@@ -96,7 +96,7 @@ class StreamStatus:
         if not self.group_status.streams:  # torch gives names of groups again after destroy_process_group
             self.rank.erase(self._key)
         self.group_status.streams[device, stream] = self.group_status.streams[device, None] = self
-        self.rank.watched.add(self)
+        self.rank.gpu_statuses.add(self)
 
     def status_words(self, sequence_number: int) -> StatusWords:
         """Return the status words for the all_reduce with this sequence number. **Raises** the fault of an earlier
@@ -108,10 +108,10 @@ class StreamStatus:
     def unfinished(self) -> Collective | None:
         """The oldest all_reduce that has begun and not ended."""
         ended, oldest = self.words[ENDED], self._oldest
-        if not self.begun or self.begun[-1].sequence_number <= ended:
+        if not self.recent or self.recent[-1].sequence_number <= ended:
             self._oldest = None
         elif oldest is None or oldest.sequence_number <= ended:
-            begun = [*self.begun]
+            begun = [*self.recent]
             self._oldest = begun[bisect.bisect(begun, ended, key=operator.attrgetter("sequence_number"))]
             if oldest is not None:  # until now the GPU may have been behind
                 self._oldest.start = time.monotonic()
@@ -121,11 +121,11 @@ class StreamStatus:
         """Whether the group is gone, and no later step can raise what kernels have seen."""
         return self.group_status.group.group() is None
 
-    def look(self, is_last: bool = False) -> None:
+    def poll(self, is_last: bool = False) -> None:
         """The watchdog looks: warns of NaN, and logs a fault that the program does not raise before the next look."""
         sequence_number = self.words[LOCAL_NOT_FINITE]
         if (
-            sequence_number and self.begun and sequence_number <= self.begun[-1].sequence_number
+            sequence_number and self.recent and sequence_number <= self.recent[-1].sequence_number
         ):  # the kernel may be ahead of the host's all_reduce
             self.words[LOCAL_NOT_FINITE] = 0
             noted = self._collective(sequence_number)
@@ -133,34 +133,36 @@ class StreamStatus:
                 noted.warn_not_finite()
         if self.words[FAULT] and not self.group_status.is_reported:
             was_explained = self.group_status.fault is not None
-            self._explain()  # while the other ranks answer
+            self._resolve_fault()  # while the other ranks answer
             if was_explained or is_last:
                 log.error("syncbn: rank %d meets a fault on the GPU.\n%s", self.rank.rank, format_error(self.error()))
 
     def error(self) -> Exception:
         """What every rank of the group raises because of a fault that kernels have noted."""
         self.group_status.is_reported = True
-        return copy.deepcopy(self._explain())  # the traceback of an error keeps the tensors of its step, and the group
+        return copy.deepcopy(
+            self._resolve_fault()
+        )  # the traceback of an error keeps the tensors of its step, and the group
 
-    def _explain(self) -> Exception:
+    def _resolve_fault(self) -> Exception:
         group_status = self.group_status
-        with group_status.explaining:
+        with group_status.lock:
             if group_status.fault is None:
                 words = [of_stream.words[FAULT] for of_stream in [*group_status.streams.values()]]
                 sequence_number, fault_kind = divmod(
                     min(filter(None, words)), 4
                 )  # the first of all streams, on each rank the same
-                call = self.write_call(sequence_number)
-                group_status.fault = self._explained(fault_kind, sequence_number, call).with_traceback(None)
-                after = f", noticed after {self.begun[-1].description()}" if self.begun else ""
+                call = self.write_report(sequence_number)
+                group_status.fault = self._make_error(fault_kind, sequence_number, call).with_traceback(None)
+                after = f", noticed after {self.recent[-1].description()}" if self.recent else ""
                 group_status.fault.add_note(f"The results of {call.description} and all later ones are void{after}.")
         return group_status.fault
 
-    def write_call(self, sequence_number: int, error: Exception | None = None) -> report.CallReport:
+    def write_report(self, sequence_number: int, error: Exception | None = None) -> report.CallReport:
         """Write, once, this rank's report of the all_reduce with this sequence number, with `error` if that is the
         fault."""
         group_status = self.group_status
-        with group_status.explaining:
+        with group_status.lock:
             if group_status.call is None:
                 collective = self._collective(sequence_number)
                 unknown = report.CallReport(f"all_reduce {sequence_number}")
@@ -173,14 +175,14 @@ class StreamStatus:
         if sequence_number > 0:
             streams = [*self.group_status.streams.values()]
             return next(
-                (begun for one in streams for begun in [*one.begun] if begun.sequence_number == sequence_number), None
+                (begun for one in streams for begun in [*one.recent] if begun.sequence_number == sequence_number), None
             )
         sites, pass_name = [*self.group_status.group.sites.values()], "forward" if sequence_number % 2 else "backward"
         return next(
             (Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.index == -sequence_number // 2), None
         )
 
-    def _explained(self, fault_kind: int, sequence_number: int, call: report.CallReport) -> Exception:
+    def _make_error(self, fault_kind: int, sequence_number: int, call: report.CallReport) -> Exception:
         ranks = self.group_status.group.ranks
         calls = report.gather_calls(self.rank, ranks, self._key, call)
         if fault_kind == ONE_VALUE:

@@ -49,7 +49,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def reports(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reports]:
     """The reports of ranks that warn when they have waited half a second."""
     monkeypatch.setattr(Collective, "next_warning_seconds", 0.5)
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.1)
     reports = Reports(ranks.rank, voting.world.store)
     watchdog.log.addHandler(reports)
     dist.barrier()  # no rank waits for a report of the test before

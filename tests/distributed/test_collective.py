@@ -23,14 +23,14 @@ def gathered(ranks: Ranks, mine: torch.Tensor) -> list[torch.Tensor]:
     return of_all
 
 
-@pytest.mark.parametrize("by_operator", [False, True])
+@pytest.mark.parametrize("use_operator", [False, True])
 @pytest.mark.parametrize("exchanges", [False, True])
-def test_all_ranks_have_the_same_bits(ranks: Ranks, exchanges: bool, by_operator: bool) -> None:
+def test_all_ranks_have_the_same_bits(ranks: Ranks, exchanges: bool, use_operator: bool) -> None:
     """Those of a sum in the order of the ranks, if they exchange."""
     generator = torch.Generator().manual_seed(ranks.rank)
     payload = torch.randn(1001, dtype=torch.float64, generator=generator).to(ranks.device)
     expected = functools.reduce(torch.add, gathered(ranks, payload))
-    total = collective.all_reduce(payload.clone(), dist.group.WORLD, exchanges * ranks.size, by_operator)
+    total = collective.all_reduce(payload.clone(), dist.group.WORLD, exchanges * ranks.size, use_operator)
     tolerance = 0.0 if exchanges and payload.is_cpu else 1e-14
     torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance)
     assert all(torch.equal(other, total) for other in gathered(ranks, total))
@@ -72,9 +72,9 @@ def test_which_groups_exchange(monkeypatch: pytest.MonkeyPatch, size: int, confi
 
 @pytest.mark.two_ranks
 def test_ranks_with_payloads_on_both_sides_of_64_kb(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait until the time-out, and then say how each has called the layer."""
+    """They wait until the time-out, and then report how each has called the layer."""
     monkeypatch.setattr(report, "SETTLE_SECONDS", 0.3)
-    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     layer = syncbn.SyncBatchNorm1d(4090 + 10 * ranks.rank, device=ranks.device, process_group=group)
     with pytest.raises(RuntimeError, match=r"with 4090 channels over ranks 0-1(; .*)?\nrank 1: .* with 4100 channels"):
         layer(torch.randn(2, layer.num_features, device=ranks.device))
