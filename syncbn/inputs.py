@@ -27,7 +27,7 @@ from syncbn.torch_internals import PLAIN_OR_NONE, has_forward_hooks, is_compilin
 
 OutputWrapper: TypeAlias = Callable[[Tensor], Tensor]
 
-LEAF_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for it"
+LEAF_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for this layer"
 
 
 def identity(output: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def unwrap_tensor(tensor: Tensor) -> Tensor:
 def unwrap(tensors: Tensors, options: Options) -> tuple[Tensors, Options, OutputWrapper]:
     """Return the arguments with plain tensors in place of those that `is_plain_subclass` accepts, and a function that
     passes the output to __torch_function__ of the classes of F.batch_norm's inputs."""
-    if is_compiling() or PLAIN_OR_NONE.issuperset(map(type, tensors)):  # Dynamo cannot trace x.as_subclass(Tensor)
+    if is_compiling() or PLAIN_OR_NONE.issuperset(map(type, tensors)):  # Dynamo cannot trace as_subclass.
         return tensors, options, identity
     x, check = tensors.input, options.check_input_dim
     if check not in TORCH_DIM_CHECKS and is_plain_subclass(x):
@@ -103,7 +103,7 @@ def apply_mask(tensors: Tensors, channel_dim: int) -> tuple[Tensors, OutputWrapp
 
 def make_dense(tensors: Tensors, options: Options) -> Tensors:
     """Return the tensors with x and z non-overlapping and dense in one layout. A z of floats gets the dtype of x."""
-    resolve_neg = identity if is_compiling() else Tensor.resolve_neg  # In a graph this would only add an operator.
+    resolve_neg = identity if is_compiling() else Tensor.resolve_neg  # Dynamo would only add an operator.
     x, z = resolve_neg(tensors.input), tensors.z
     layout = Layout.of(x, options.channel_dim)
     if z is not None and z.dtype in SUPPORTED_DTYPES:
