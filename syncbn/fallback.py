@@ -284,8 +284,7 @@ def sum_over_ranks(sums: Tensor, reduction: Reduction, pass_name: str, num_value
     sum over ranks, by one all_reduce too. **Raises** RuntimeError inside vmap and forward mode.
     """
     if num_values is not None:
-        trailer = -TRAILER_ELEMENTS
-        sums = torch.cat((sums[:trailer], num_values.double().view(1), sums[trailer + 1 :]))
+        sums = torch.cat((sums[:-TRAILER_ELEMENTS], num_values.double().view(1), sums[-SIGNATURE_ELEMENTS:]))
     if reduction.group is not None and is_transformed(sums):
         raise RuntimeError(
             "torch.func.vmap, forward mode (jvp) and is_grads_batched=True are not supported over several ranks; loop "
