@@ -31,10 +31,7 @@ PER_CHANNEL_NAMES = "running_mean", "running_var", "weight", "bias"
 DimCheck: TypeAlias = Callable[[Any, Tensor], Any]  # (layer, input)
 NO_DIM_CHECK: DimCheck = _BatchNorm._check_input_dim  # This raises NotImplementedError; SyncBatchNorm skips it.
 # The checks that read only the number of dims.
-TORCH_DIM_CHECKS = {
-    NO_DIM_CHECK,
-    *(layer._check_input_dim for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
-}
+TORCH_DIM_CHECKS = {NO_DIM_CHECK, *(cls._check_input_dim for cls in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
 PLAIN_MOMENTUM_TYPES = {float, int, NoneType}
 
 # Remedies for tensors that a layer does not accept; {0} is the name of the argument.
