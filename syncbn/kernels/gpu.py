@@ -35,10 +35,9 @@ DOUBLE = torch.float64  # dtype of sums and statistics
 NO_STATUS = StatusWords(0, 0, 0)
 
 Dtypes: TypeAlias = tuple[torch.dtype | None, ...]
-Handles: TypeAlias = tuple[int | tuple[int, ...] | None, ...]  # arguments of Triton's launcher
 # The launcher of a compiled kernel; a function that returns the current stream of a device; the launcher's arguments
 # after the stream; and the kernel, because Triton 3.8 unloads a kernel that nothing references from the GPU.
-CompiledLaunch: TypeAlias = tuple[Callable[..., None], Callable[[int], int], Handles, object]
+CompiledLaunch: TypeAlias = tuple[Callable[..., None], Callable[[int], int], tuple[object, ...], object]
 
 # Keyed by everything that a kernel is compiled for, and by which addresses are multiples of the alignment.
 compiled_kernels: dict[tuple[Hashable, tuple[bool, ...]], CompiledLaunch] = {}
@@ -147,10 +146,9 @@ class _Launches:
         )  # fmt: skip
 
     def channel_launch(
-        self, kernel: triton.JITFunction, dtypes: Dtypes, *scalars: float, compute: tl.dtype | None = None
+        self, kernel: triton.JITFunction, dtypes: Dtypes, *scalars: float, constants: tuple[tl.dtype, ...] = ()
     ) -> Launch:
         grid = max(1, triton.cdiv(self.channels, gpu_channels.CHANNELS_PER_PROGRAM.value)), 1
-        constants = () if compute is None else (compute,)
         # Each operation rounds, as in torch: another rank may update its running statistics by torch operations.
         return Launch(kernel, grid, self.device, dtypes, (self.channels, *scalars), constants, enable_fp_fusion=False)
 
@@ -214,14 +212,15 @@ class Backward(interface.BackwardKernels):
         sum_dtypes = dtype, dtype, y, DOUBLE, DOUBLE
         self.partial_sums = launches.tile_launch(gpu_tiles.partial_sums, sum_dtypes, config.masks_by_x)
         self.num_parts = num_parts = self.partial_sums.grid[1]
-        launch, kernels, compute = launches.channel_launch, gpu_channels, launches.tiles.compute
+        launch, kernels, constants = launches.channel_launch, gpu_channels, (launches.tiles.compute,)
         grads = config.grad_weight_dtype, config.grad_bias_dtype
         coefficients = config.weight_dtype, self.compute_dtype
-        self.gradient_sums = launch(kernels.gradient_sums, (DOUBLE, DOUBLE, DOUBLE, *grads), num_parts, compute=compute)
+        dtypes: Dtypes = DOUBLE, DOUBLE, DOUBLE, *grads
+        self.gradient_sums = launch(kernels.gradient_sums, dtypes, num_parts, constants=constants)
         self.backward_channels = launch(kernels.backward_channels, (DOUBLE, DOUBLE, *coefficients), masks_by_x)
-        dtypes: Dtypes = DOUBLE, DOUBLE, *grads, *coefficients
+        dtypes = DOUBLE, DOUBLE, *grads, *coefficients
         single_rank = kernels.backward_channels_single_rank
-        self.backward_channels_single_rank = launch(single_rank, dtypes, num_parts, masks_by_x, compute=compute)
+        self.backward_channels_single_rank = launch(single_rank, dtypes, num_parts, masks_by_x, constants=constants)
         dtypes = dtype, dtype, y, dtype, dtype if config.needs_residual else None, self.compute_dtype
         self.input_gradient = launches.tile_launch(gpu_tiles.input_gradient, dtypes, config.masks_by_x)
 

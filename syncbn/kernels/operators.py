@@ -7,7 +7,7 @@ them only inside an autograd.Function, after select.py has loaded the kernels.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from syncbn.kernels import interface, reference
 from syncbn.kernels.interface import GradientPair, Inputs, Layout, Saved
 from syncbn.kernels.select import back_end
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals import require_storage
+from syncbn.torch_internals import Function, require_storage
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("syncbn", "DEF")
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
-# An operator whose arguments or results change gets a new name, because Inductor's cache on disk contains the old one.
+# An operator whose arguments or results change gets a new name, because Inductor's cache on disk has graphs with the
+# old name.
 
 
 class Forward(reference.Forward):
