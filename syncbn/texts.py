@@ -1,5 +1,5 @@
-"""Formats names, values, ranks and errors as text that every store and terminal takes, and warns with the line of the
-user's program."""
+"""Formats names, values, ranks and errors as text that is safe for every store and terminal, and issues warnings that
+name the line of the user's program."""
 
 import contextlib
 import functools
@@ -15,27 +15,28 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 ONE_VALUE_PER_CHANNEL = "Expected more than 1 value per channel when training, got 1 over all ranks"
-MAX_REPR_LENGTH = 60  # of a value in an error
+MAX_REPR_LENGTH = 60  # characters of a value in an error message
 LIBRARIES = {"torch", "syncbn", *sys.stdlib_module_names}
 
 
 def escape_surrogates(text: str) -> str:
-    """The text with surrogates escaped: UTF-8 has none. (Python puts them into file names that are not UTF-8.)"""
+    """Return the text with lone surrogates escaped. UTF-8 cannot encode them; Python decodes file names that are not
+    UTF-8 to surrogates."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def quote_path(path: str) -> str:
-    """The path of a layer, or `layer '1'` for one that would read as a number."""
+    """Return the dotted name of a layer, as `layer '1'` if it consists of digits."""
     return f"layer '{path}'" if path.replace(".", "").isdecimal() else path
 
 
 def format_error(error: BaseException) -> str:
-    """The class and the text, as in the last line of a traceback, also if the exception's __str__ raises."""
+    """Return the class and message of an exception, as in the last line of a traceback, even if its __str__ raises."""
     return escape_surrogates("".join(traceback.format_exception_only(error)).strip())
 
 
 def shorten(value: object) -> str:
-    """repr(value), shortened."""
+    """Return the repr of a value, cut after `MAX_REPR_LENGTH` characters."""
     try:
         text = repr(value)
     except ValueError:  # an int of more than 4,300 digits
@@ -44,7 +45,7 @@ def shorten(value: object) -> str:
 
 
 def layer_settings(caller: object) -> dict[str, str]:
-    """The settings of a layer that must be the same on all ranks; a function has none."""
+    """Return the settings of a layer that must be equal on all ranks, as text. A function has none."""
     if not isinstance(caller, _BatchNorm):
         return {}
     names = "channel_last", "fuse_relu", "track_running_stats"
@@ -53,7 +54,7 @@ def layer_settings(caller: object) -> dict[str, str]:
 
 
 def _format_number(setting: object) -> str:
-    """The same for equal numbers of all classes, and for all tensors."""
+    """Return the same text for equal numbers of any class, such as 1 and 1.0, and one text for all tensors."""
     if isinstance(setting, Tensor):
         return "a tensor"
     if isinstance(setting, numbers.Real):
@@ -63,7 +64,7 @@ def _format_number(setting: object) -> str:
 
 
 def format_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
-    """A line for each text that is not empty, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
+    """Return one line for each text that is not empty, such as "ranks 0-2, 5: in bn1 forward, call 3"."""
     lines: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         lines.setdefault(text, []).append(rank)
@@ -71,7 +72,7 @@ def format_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """ranks 0-2, 5."""
+    """Format a list of ranks, for example as "ranks 0-2, 5"."""
     index = itertools.count()  # in a run of consecutive ranks, rank - index is constant
     runs = [[*run] for _, run in itertools.groupby(ranks, lambda rank: rank - next(index))]
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
@@ -79,15 +80,17 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 def find_frame(module: str) -> FrameType | None:
-    """The innermost frame of this call that runs code of this module, or None. Reads no local variables: Python 3.11
-    and 3.12 would keep their values alive as long as the function runs."""
+    """Return the innermost frame on the stack that runs code of the module named `module`, or None.
+
+    No local variables are read: on Python 3.11 and 3.12 that would keep their values alive until the function returns.
+    """
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
     return next((frame for frame in frames if frame.f_globals.get("__name__") == module), None)
 
 
 def warn(message: str) -> None:
-    """Warn, with the line from which the program called torch or syncbn."""
-    for frame, line in traceback.walk_stack(sys._getframe()):  # noqa: B007, as the last is used if none is the program's
+    """Warn with the innermost line outside of `LIBRARIES`, else with the outermost line of the stack."""
+    for frame, line in traceback.walk_stack(sys._getframe()):  # noqa: B007
         if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
             break
     warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, line)
@@ -95,5 +98,5 @@ def warn(message: str) -> None:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warn, unless this process has given this warning already."""
+    """Warn unless this process has already issued this message."""
     warn(message)

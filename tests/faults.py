@@ -27,11 +27,12 @@ class Fault(NamedTuple):
     well: int = 0  # so many ranks end well, from rank 0 on
 
 
+LAST_SEEN = "last seen "
 WRITTEN = r"(; written \S+ s ago)?"
 
 
 def _where(rank_0: str, rank_1: str) -> str:
-    return rf"rank 0: {rank_0}{WRITTEN}\nrank 1: {rank_1}{WRITTEN}\n"
+    return rf"rank 0: ({LAST_SEEN})?{rank_0}{WRITTEN}\nrank 1: ({LAST_SEEN})?{rank_1}{WRITTEN}\n"
 
 
 # Where a rank is in the faulty step.
@@ -47,7 +48,7 @@ IN_BACKWARD = "in body.bn3 backward, call 3"
 OF_TWO_MODELS = "in layer '1' forward, call 3; number {} of layer '1' in Sequential"
 # DistributedDataParallel broadcasts buffers, as by default. That collective fails, and the first rank to fail reports.
 OUTSIDE = r"a collective outside of syncbn's layers failed on rank "
-ONE_BATCH_LESS = OUTSIDE + r"\d\.\n(ranks? .*: (after|in) body.bn1 .*\n)+.*empty batch"
+ONE_BATCH_LESS = OUTSIDE + r"\d\.\n(ranks? .*: (last seen after|after|in) body.bn1 .*\n)+(.*\n)*.*empty batch"
 
 FAULTS = {
     "skips a layer": Fault(_where(IN_2, IN_3)),
@@ -56,21 +57,27 @@ FAULTS = {
     "one batch less, then a metric": Fault(ONE_BATCH_LESS),
     "one batch less of three ranks, then a metric": Fault(ONE_BATCH_LESS, num_ranks=3),
     "one more step, DDP broadcasts buffers": Fault(
-        "", OUTSIDE + r"1\.\n" + _where(f"{LAST}; has left", LAST) + "A rank has left out .*empty batches", well=1
+        "",
+        OUTSIDE
+        + r"1\.\n"
+        + _where(f"{LAST}; has left", LAST)
+        + r"Possible causes:\n- A rank has left out .*\n.*empty batches",
+        well=1,
     ),
     "in evaluation": Fault(_where(IN_1, BEFORE_STEP + MAY_LEAVE)),
     "not converted": Fault(_where(FIRST, "has not been seen")),
     "channels": Fault(
         "gloo::EnforceNotMet",  # gloo ends rank 0 before it says a word
-        "the sums of different numbers of channels.\n"
+        # The abort of rank 0 may reach rank 1 in place of its sums.
+        r"(the sums of different numbers of channels|a collective failed on rank 1 after .*)\.\n"
         + _where(*(f"({FIRST}; )?has called body.bn1 in Sequential with {c} channels over ranks 0-1.*" for c in (4, 5)))
-        + "Build the same model everywhere",
+        + "Build the same model on every rank",
     ),
     "dtype": Fault(_where(*(f"{FIRST}, with an input of torch.{dtype}" for dtype in ("float32", "float64")))),
     "autocast": Fault(_where(*(f"{IN_1}, with an input of torch.{dtype}" for dtype in ("float32", "bfloat16")))),
     "another eps": Fault(_where(*(f"{IN_1}, with eps={eps}" for eps in ("1e-05", "0.001")))),
     "backwards in another order": Fault(_where(*(f"in body.bn1 backward, call {call}" for call in (5, 6)))),
-    "two models, another order": Fault(_where(*map(OF_TWO_MODELS.format, (1, 2))) + "These layers have one name in"),
+    "two models, another order": Fault(_where(*map(OF_TWO_MODELS.format, (1, 2))) + "Several models of one class"),
     "evaluates, DDP broadcasts buffers": Fault(_where(IN_1, BEFORE_STEP + MAY_LEAVE)),
     "one more step, then a barrier": Fault(  # in which the others wait
         OUTSIDE + "0", _where(LAST + MAY_LEAVE, "in body.bn1 forward, call 7")

@@ -36,7 +36,7 @@ MIXTURES: dict[str, Mixture] = {
     ),
     "passes": (
         lambda model, y, other: model.bn2(X), lambda model, y, other: y.sum().backward(),
-        r"rank 0: in bn2 forward, call 4\nOTHERS: in bn2 backward, call 2\nA rank has left out a layer or a backward",
+        r"rank 0: in bn2 forward, call 4\nOTHERS: in bn2 backward, call 2\nPossible causes:\n- A rank has left",
     ),
     "dtypes": (
         lambda model, y, other: model.bn1(X.bfloat16()), lambda model, y, other: model.bn1(X),

@@ -43,7 +43,7 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: layer(eps="1"), lambda: layer(eps=np.float64(0.1), momentum=np.float64(0.1))(X), TypeError, "eps must be a float, got '1' of type str; pass float(eps)"),
     (lambda: layer(process_group=0), lambda: layer(process_group=1), ValueError, "process_group=0: an int is the number of ranks"),
     (lambda: layer(process_group=True), lambda: layer(process_group=1), TypeError, "got True of type bool"),
-    (lambda: layer(process_group="host"), lambda: layer(process_group=2), TypeError, "got 'host' of type str; of a DeviceMesh pass mesh.get_group(), for the ranks of a node int(os.environ"),
+    (lambda: layer(process_group="host"), lambda: layer(process_group=2), TypeError, "got 'host' of type str; for a DeviceMesh, pass mesh.get_group(); for one group per node, int(os.environ"),
     (lambda: layer(process_group=GroupMember.NON_GROUP_MEMBER)(X), lambda: layer(process_group=GroupMember.NON_GROUP_MEMBER).eval()(X), ValueError, "this rank is not in the layer's process_group"),
     (lambda: layer(process_group=[0, 1]), lambda: layer(process_group=2), TypeError, "got [0, 1] of type list"),
     (lambda: layer()(X[0, 0]), lambda: layer()(X[:, :, 0]), ValueError, "expected at least 2D input (got 1D input"),

@@ -108,8 +108,8 @@ def test_cut_link(hosts: list[Host], tmp_path: Path) -> None:
     assert re.search(
         r"syncbn: a collective failed on rank [01] after \d+.\d s.\n"
         r"(.*ranks? [01].*: in body.bn1 forward, call 3(; .*)?\n)+"
-        r"(.*ranks? [23].*: after body.bn1 backward, call 2; written \S+ s ago\n)+"
-        r"(.*\n)+.*The process group says",
+        r"(.*ranks? [23].*: last seen after body.bn1 backward, call 2; written \S+ s ago\n)+"
+        r"(.*\n)+.*The process group reports",
         said,
     ), said
     said = hosts[1].said.read_text()  # its torchrun waits on, as it has not heard that the link is cut

@@ -1,11 +1,11 @@
-"""Adds up a payload over the ranks of a group in one collective, the same on every path, and records the collectives
-in which this rank waits.
+"""Sums a payload over the ranks of a group in one collective, and records the collectives in which this rank waits.
 
-gloo's all_reduce is a ring, in which W ranks wait for 2 (W - 1) messages one after another. In an exchange
-(all_to_all_single) each rank sends its payload to all others at once and adds up what it receives, in the order of the
-ranks, so that all ranks have the same bits. It sends W / 2 times the bytes: small groups of gloo exchange payloads on
-CPU that are not long. All others all_reduce. A rank that exchanges waits until the time-out for one that all_reduces,
-as for one in a collective of DistributedDataParallel: gloo does not notice.
+gloo's all_reduce is a ring, in which W ranks wait for 2 (W - 1) messages one after another. In an all_to_all_single
+each rank sends its payload to all other ranks at once and sums the payloads that it receives in the order of the ranks,
+so that all ranks compute the same bits. This sends W / 2 times the bytes, so syncbn uses all_to_all_single only for
+short payloads on CPU in small groups of gloo, and all_reduce otherwise. If one rank waits in all_to_all_single and
+another in all_reduce, for example of DistributedDataParallel, both wait until the timeout: gloo does not detect the
+mismatch.
 """
 
 import functools
@@ -19,48 +19,49 @@ from torch import Tensor
 from syncbn.ranks import report
 from syncbn.ranks.positions import Position
 from syncbn.ranks.sites import Site
-from syncbn.texts import format_error, warn
+from syncbn.texts import format_error, warn, warn_once
 from syncbn.torch_internals import ALL_REDUCE, ALL_TO_ALL, all_reduce_operator, all_to_all_operator
 
-MAX_ALL_TO_ALL_ELEMENTS = 8192  # 64 kB; longer payloads take an exchange longer than a ring
-IN_CUDA_GRAPH = 0  # as `call`: a replay makes no call of Python
-FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
-# Finite values of these dtypes whose squares are infinite in the sums; those of the others are added in float64.
+MAX_ALL_TO_ALL_ELEMENTS = 8192  # 64 kB. For longer payloads all_reduce is faster.
+IN_CUDA_GRAPH = 0  # call number of a Collective in a CUDA graph, whose replays run no Python
+FIRST_WARNING_SECONDS = 30.0  # waiting time before the first warning; it doubles with each warning
+# Magnitudes beyond which squares of finite values overflow. (Values of the other dtypes are squared in float64.)
 OVERFLOW_THRESHOLDS = {torch.bfloat16: "1e19", torch.float64: "1e154"}
 
 
 def all_reduce(payload: Tensor, group: dist.ProcessGroup, all_to_all_size: int, use_operator: bool = False) -> Tensor:
-    """Return the total of `payload`, which may be overwritten.
+    """Return the sum of `payload` over the ranks of the group. May overwrite `payload`.
 
-    `all_to_all_size`: of the group. `use_operator`: by an operator that returns its result, which a dispatch mode can
-    save and a compiler can trace.
+    `all_to_all_size`: see `groups.all_to_all_size`. `use_operator`: call a functional operator, whose result a dispatch
+    mode can save and a compiler can trace.
     """
     if not (all_to_all_size and payload.is_cpu and payload.numel() <= MAX_ALL_TO_ALL_ELEMENTS):
         if use_operator:
             return all_reduce_operator(payload, group)
         work = group.allreduce([payload], ALL_REDUCE)
-        if work is not None:  # else the result is there already
+        if work is not None:  # None: the all_reduce is already complete
             work.wait()
         return payload
     sent = payload.repeat(all_to_all_size)
     if use_operator:
         received = all_to_all_operator(sent, group)
     else:
-        received = torch.full_like(
-            sent, math.nan
-        )  # stays where another rank has sent less: gloo aborts that rank alone
+        # If a rank sends fewer elements, gloo aborts that rank alone, and the NaN stays in place of what is missing.
+        received = torch.full_like(sent, math.nan)
         group.alltoall_base(received, sent, [], [], ALL_TO_ALL).wait()
     return functools.reduce(torch.add, received.chunk(all_to_all_size))
 
 
 class Collective:
-    """The context of a collective, in which this rank waits for others. A rank keeps its last Collective after it has
-    ended; so a Collective must not hold the group.
+    """Context manager around a collective, in which this rank waits for others.
+
+    `ThisRank.last` outlives the collective, so a Collective must not hold a reference to the group.
 
     **Raises** RuntimeError with the positions of all ranks when the collective fails.
     """
 
-    sequence_number = 0  # among syncbn's on the group, from 1; on a GPU a kernel stores it before the collective begins
+    # From 1, among the collectives of syncbn on the group. On a GPU the number is set before the collective begins.
+    sequence_number = 0
     next_warning_seconds = FIRST_WARNING_SECONDS
 
     def __init__(self, site: Site, call: int, pass_name: str, dtype: torch.dtype | None = None) -> None:
@@ -77,11 +78,11 @@ class Collective:
         try:
             if error is not None and isinstance(error, RuntimeError):
                 self._raise_with_positions(error)
-        finally:  # until then this rank is in the collective
+        finally:  # The report needs this collective among those in which the rank waits.
             del self.rank.waiting[self]
 
     def description(self) -> str:
-        """layer4.1.bn3 forward, call 17."""
+        """Describe this collective, for example as "layer4.1.bn3 forward, call 17"."""
         call = f"call {self.call_number}" if self.call_number else "in a CUDA graph"
         return f"{self.site.name} {self.pass_name}, {call}" if self.site.is_signed else self.site.name
 
@@ -89,46 +90,50 @@ class Collective:
         return Position(self.site.group_state.name, self.sequence_number, self.pass_name, self.description())
 
     def to_report(self, error: Exception | None = None) -> report.CallReport:
-        """This collective for the other ranks; `error` is a bad argument of this rank."""
-        site, words = self.site, "" if error is None else format_error(error)
+        """Return the report of this collective for the other ranks. `error`: this rank has this bad argument."""
+        site, text = self.site, "" if error is None else format_error(error)
         numbers = site.instance_number, site.next_instance_number(), self.call_number
         compared = self.pass_name, site.signatures.settings, str(self.dtype)
         return report.CallReport(
-            self.description(), site.layer, *numbers, *compared, words, isinstance(error, TypeError)
+            self.description(), site.layer, *numbers, *compared, text, isinstance(error, TypeError)
         )
 
     def layer_label(self) -> str:
-        return self.site.label if self.site.is_signed else ""
+        return self.site.label
 
     def ranks(self) -> list[int]:
         return self.site.group_state.ranks
 
     def seconds(self) -> float:
-        """The seconds since it began."""
+        """Return the seconds since this collective began."""
         return time.monotonic() - self.start
 
     def warn_not_finite(self) -> None:
-        """Warn, once for a layer, that the sums of this rank's input are not finite."""
+        """Warn, once for each layer, that the sums of this rank's input are not finite; explain it in the first warning
+        of this process."""
         if not self.site.warned_of_nan:
             self.site.warned_of_nan = True
-            what = f"NaN or infinity in the input of {self.description()} on rank {self.rank.rank}"
+            warn(f"syncbn: NaN or infinity in the input of {self.description()} on rank {self.rank.rank}.")
+            what = "NaN or infinity in the input of a layer"
             if self.dtype in OVERFLOW_THRESHOLDS:
-                what += f", or values beyond about {OVERFLOW_THRESHOLDS[self.dtype]}, whose squares overflow"
-            then = "the statistics of all ranks, and so their running statistics, become NaN or infinite"
-            look = "Look at this rank's batch first, then at the learning rate and the loss scale"
-            by_torch = "torch.autograd.set_detect_anomaly(True) finds a backward that makes NaN."
-            warn(f"syncbn: {what}; {then}. {look}; {by_torch}")
+                what += (
+                    f", or {self.dtype} values beyond about {OVERFLOW_THRESHOLDS[self.dtype]}, whose squares overflow,"
+                )
+            then = "makes the statistics and running statistics of that layer NaN or infinite on all ranks"
+            remedy = "Check the batch of the rank that warned first, then the learning rate and the loss scale"
+            by_torch = "torch.autograd.set_detect_anomaly(True) finds a backward that computes NaN"
+            warn_once(f"syncbn: {what} {then}. {remedy}; {by_torch}.")
 
     def _raise_with_positions(self, error: RuntimeError) -> None:
-        """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or comes from the GPU."""
+        """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or is a GPU error."""
         if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
-            what = f"the GPU's error is older than {self.description()}, where the host has learnt of it"
-            error.add_note(f"syncbn: {what}; with CUDA_LAUNCH_BLOCKING=1 it is raised where it happens.")
+            what = f"an earlier kernel failed; its error surfaced in {self.description()}"
+            error.add_note(f"syncbn: {what}. With CUDA_LAUNCH_BLOCKING=1 the call that failed raises it.")
         elif "No backend type associated with device type" in str(error):
-            what = f"syncbn: {self.description()} cannot send its sums: {error} in its process group"
-            remedy = 'Name a backend for both, as in init_process_group("cpu:gloo,cuda:nccl").'
-            raise RuntimeError(f"{what}, which are on the device of the input. {remedy}")
+            what = f"{self.description()} cannot send its sums, which are on the device of the input: {error}"
+            remedy = 'Pass a backend for each device, such as init_process_group("cpu:gloo,cuda:nccl").'
+            raise RuntimeError(f"syncbn: {what}. {remedy}")
         elif not isinstance(error, report.RanksDifferError):
             where = report.report_positions(self.rank, self, has_failed=True)
             failed = f"syncbn: a collective failed on rank {self.rank.rank} after {self.seconds():.1f} s."
-            raise RuntimeError(f"{failed}\n{where}\nThe process group says: {error}") from error
+            raise RuntimeError(f"{failed}\n{where}\nThe process group reports: {error}") from error

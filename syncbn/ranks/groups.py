@@ -1,13 +1,14 @@
-"""Finds the process group that a group spec means, and makes the groups that an int needs.
+"""Looks up the process group of a group spec, and creates the groups of an int.
 
-A layer keeps a group spec and not the group itself, so that it can be copied, pickled and saved. A spec is one of
-    None          the default group, looked up at each call
-    int k         k consecutive ranks: 0..k-1, k..2k-1, ...
-    ProcessGroup  kept as `GlobalRanks`: its global ranks and a handle that deepcopy shares and pickle drops
+A layer keeps a group spec instead of a ProcessGroup, so that the layer can be copied, pickled and saved. A spec is one
+of
+    None         the default group, looked up at each call
+    int k        groups of k consecutive ranks: 0..k-1, k..2k-1, ...
+    GlobalRanks  a ProcessGroup: its global ranks, and a handle that deepcopy shares and pickle drops
 
-`to_spec` makes the spec of a process group that the user passes, `to_user` gives that group back. A layer may keep a
-group that this rank is not in; training it raises ValueError.
-`make` is a collective over ALL ranks of the default group, in the same order. Nothing else here communicates.
+`to_spec` returns the spec of a process group that the user passes, and `to_user` returns that group. The spec of a
+layer may be a group that does not contain this rank; training the layer then raises ValueError. `make` is a collective
+over ALL ranks of the default group, which must call it in the same order. No other function here communicates.
 """
 
 import functools
@@ -21,14 +22,14 @@ import torch.distributed as dist
 from syncbn.texts import find_frame, warn, warn_once
 from syncbn.torch_internals import constant_in_graphs, existing_groups, group_device, group_timeout
 
-# Default group -> {int: this rank's group, or None for the default group itself}. A re-made default group starts with
-# nothing made, and the old entry goes with the old group.
+# Default group -> {int: this rank's group, or None for the default group itself}. An entry is garbage-collected with
+# its default group; a new default group starts without an entry.
 _groups_by_size: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup | None]] = WeakKeyDictionary()
 
 
 class GlobalRanks:
-    """A ProcessGroup as its global ranks and a handle that deepcopy shares and pickle drops, to be looked up again.
-    `ranks` is empty on ranks outside of the group, where new_group returns GroupMember.NON_GROUP_MEMBER."""
+    """The spec of a ProcessGroup: its global ranks, and a handle that deepcopy shares and pickle drops. `ranks` is
+    empty on ranks outside of the group, where new_group returns GroupMember.NON_GROUP_MEMBER."""
 
     def __init__(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None = None) -> None:
         self.ranks, self.handle = ranks, handle
@@ -43,7 +44,8 @@ class GlobalRanks:
         return f"ranks {list(self.ranks)}" if self.ranks else "a group without this rank"
 
     def group(self) -> dist.ProcessGroup | None:
-        """The handle; after unpickling, or when its group was destroyed, the oldest group of exactly these ranks."""
+        """Return the ProcessGroup; after unpickling, or if the group was destroyed, the oldest group of exactly these
+        ranks, or None."""
         _refresh_handle(self)
         return self.handle
 
@@ -55,18 +57,18 @@ def _refresh_handle(spec: GlobalRanks) -> None:
         spec.handle = next((group for group in candidates if tuple(ranks_in(group)) == spec.ranks), None)
 
 
-THIS_RANK_ALONE = 1  # the spec of groups of one rank, which need not be made
+THIS_RANK_ALONE = 1  # the spec of groups of one rank, for which no group is created
 MAX_ALL_TO_ALL_RANKS = 16
-MAX_GROUP_SIZE = 2**31 - 1  # larger group sizes are sent as this one, which an int64 holds
-GroupSpec: TypeAlias = int | GlobalRanks | None  # what a layer keeps
-ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # what a user passes
+MAX_GROUP_SIZE = 2**31 - 1  # Larger group sizes are sent as this one, because an int may not fit into an int64.
+GroupSpec: TypeAlias = int | GlobalRanks | None
+ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # the types that a user may pass
 
 
 def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
-    """The spec that a layer keeps for `process_group`. Communicates nothing.
+    """Return the spec of `process_group`, without communication.
 
-    **Raises** ValueError for an int below 1, and for a group that was destroyed or that torch.distributed did not make;
-    TypeError for anything else.
+    **Raises** ValueError for an int below 1, and for a group that was destroyed or that torch.distributed did not
+    create; TypeError for any other type.
     """
     if process_group is None or isinstance(process_group, GlobalRanks):
         return process_group
@@ -77,33 +79,35 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
             raise ValueError(f"process_group={process_group}: an int is the number of ranks per group, at least 1")
         return process_group
     if isinstance(process_group, dist.ProcessGroup):
-        is_written_in_python = type(process_group).allreduce is not dist.ProcessGroup.allreduce  # as torchft's
+        is_written_in_python = type(process_group).allreduce is not dist.ProcessGroup.allreduce  # such as torchft's
         if process_group not in existing_groups() or is_written_in_python:
-            what = f"process_group is a {type(process_group).__name__} that was destroyed, or not made by new_group()"
-            raise ValueError(f"{what} of torch.distributed; pass one that exists, or None for the default group")
+            what = f"process_group is a {type(process_group).__name__} that was destroyed, or that was not created by"
+            remedy = "pass an existing group, or None for the default group"
+            raise ValueError(f"{what} torch.distributed.new_group(); {remedy}")
         return GlobalRanks(tuple(ranks_in(process_group)), process_group)
-    remedy = 'of a DeviceMesh pass mesh.get_group(), for the ranks of a node int(os.environ["LOCAL_WORLD_SIZE"])'
+    remedy = 'for a DeviceMesh, pass mesh.get_group(); for one group per node, int(os.environ["LOCAL_WORLD_SIZE"])'
     what = f"got {process_group!r} of type {type(process_group).__name__}"
     raise TypeError(f"process_group must be None, a ProcessGroup or an int (ranks per group), {what}; {remedy}")
 
 
 def to_user(spec: GroupSpec) -> ProcessGroupLike:
-    """The process group as the user passed it; `spec` itself for a ProcessGroup that does not exist here."""
+    """Return the process group that the user passed; `spec` itself for a ProcessGroup that does not exist here."""
     if not isinstance(spec, GlobalRanks):
         return spec
     return (spec.group() or spec) if includes_this_rank(spec) else dist.GroupMember.NON_GROUP_MEMBER
 
 
 def includes_this_rank(spec: GroupSpec) -> bool:
-    """Whether this rank is in the group."""
+    """Return whether this rank is in the group."""
     return bool(spec.ranks) if isinstance(spec, GlobalRanks) else True
 
 
 def lookup(spec: GroupSpec) -> dist.ProcessGroup | None:
-    """The group that `spec` means; None when it is not made yet or there is no process group. Communicates nothing.
+    """Return the group of `spec`, without communication; None if its groups have not been created yet, or without a
+    process group.
 
-    **Raises** RuntimeError where a layer's own group does not exist, as when it was destroyed, ValueError where this
-    rank is not in it: a layer never falls back to another group or to local statistics.
+    **Raises** RuntimeError if the group does not exist, for example because it was destroyed; ValueError if this rank
+    is not in it. A layer never falls back to another group or to local statistics.
     """
     if spec is None:
         return dist.group.WORLD
@@ -123,24 +127,18 @@ def lookup(spec: GroupSpec) -> dist.ProcessGroup | None:
     if not includes_this_rank(spec):
         remedy = "set layer.process_group on each rank to a group that contains it, or to None for the default group"
         raise ValueError(f"this rank is not in {group_of_layer} and cannot train it; {remedy}")
-    remedy = "make it again and set layer.process_group to it, or to None for the default group"
+    remedy = "create the group and set layer.process_group to it, or to None for the default group"
     raise RuntimeError(f"{group_of_layer} was destroyed, or no such group exists here; {remedy}")
 
 
-def world() -> dist.ProcessGroup | None:
-    """The default group; None where it is one rank, or there is none."""
-    default_group = dist.group.WORLD
-    return None if default_group is None or default_group.size() == 1 else default_group
-
-
 def ranks_in(group: dist.ProcessGroup | None) -> list[int]:
-    """The global ranks of a group; None is this rank alone."""
+    """Return the global ranks of a group; this rank alone for None."""
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def size(spec: GroupSpec) -> int:
-    """The number of ranks that `spec` means, also before its group is made; 1 without a process group, 0 where this
-    rank is not in it."""
+    """Return the number of ranks in the group of `spec`, even before the group is created; 1 without a process group, 0
+    if this rank is not in the group."""
     default_group = dist.group.WORLD
     if default_group is None:
         return 1
@@ -151,13 +149,13 @@ def size(spec: GroupSpec) -> int:
 
 @constant_in_graphs
 def all_to_all_size(group: dist.ProcessGroup) -> int:
-    """The number of ranks of a group that exchange what they have on CPU; 0 where they all_reduce."""
+    """Return the number of ranks if they use all_to_all_single for short payloads on CPU; 0 if they use all_reduce."""
     is_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
     return group.size() if is_gloo and group.size() <= MAX_ALL_TO_ALL_RANKS else 0
 
 
 def to_torch(spec: GroupSpec) -> dist.ProcessGroup | int | None:
-    """The group for an nn.SyncBatchNorm, which holds one. **Raises** RuntimeError where the group does not exist."""
+    """Return the group of `spec` as nn.SyncBatchNorm stores it. **Raises** RuntimeError if the group does not exist."""
     if spec is None or dist.group.WORLD is None:
         return None
     if not includes_this_rank(spec):
@@ -165,35 +163,37 @@ def to_torch(spec: GroupSpec) -> dist.ProcessGroup | int | None:
     group = lookup(spec)
     if group is None:
         remedy = f"call syncbn.create_syncbn_process_group({spec!r}) on all ranks first"
-        raise RuntimeError(f"the groups of process_group={spec!r} have not been made; {remedy}")
+        raise RuntimeError(f"the groups of process_group={spec!r} have not been created; {remedy}")
     return group
 
 
 def make(size: int, default_group: dist.ProcessGroup) -> None:
-    """Make the groups of an int, a collective over ALL ranks of the default group.
+    """Create the groups of an int. This is a collective over ALL ranks of the default group.
 
-    **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
+    **Raises** ValueError on every rank if the ranks pass different sizes, or if the number of ranks is not a multiple
+    of the size.
     """
     sent = torch.tensor([min(size, MAX_GROUP_SIZE)], device=group_device(default_group))
     received = [torch.empty_like(sent) for _ in range(default_group.size())]
     default_group.allgather([received], [sent]).wait()
     sizes = [int(received_size) for received_size in received]
     if len(set(sizes)) > 1:
-        each = ", ".join(f"rank {rank} for {wanted}" for rank, wanted in enumerate(sizes))
-        raise ValueError(f"the ranks ask for different process groups: {each}; pass the same process_group on all")
+        each = ", ".join(f"rank {rank} for {group_size}" for rank, group_size in enumerate(sizes))
+        raise ValueError(
+            f"the ranks ask for different process groups: {each}; pass the same process_group on all ranks"
+        )
     world_size = default_group.size()
     if world_size % size:
-        divided = f"{world_size} ranks do not divide into groups of {size}"
-        raise ValueError(f"the number of ranks must be a multiple of the group size: {divided}")
-    group = None
-    if size < world_size:
-        group = dist.new_subgroups(size, timeout=group_timeout(default_group))[0]
+        values = f"{world_size} ranks do not divide into groups of {size}"
+        raise ValueError(f"the number of ranks must be a multiple of the group size: {values}")
+    is_default = size == world_size
+    group = None if is_default else dist.new_subgroups(size, timeout=group_timeout(default_group))[0]
     _groups_by_size.setdefault(default_group, {})[size] = group
 
 
 @functools.cache
 def warn_of_missing_group() -> None:
-    """Warn, in the first call without a process group, if there are other ranks."""
+    """Warn, in the first call without a process group, if the environment or nn.DataParallel suggests several ranks."""
     world_size = os.environ.get("WORLD_SIZE") or "1"
     if world_size != "1":
         why = f"WORLD_SIZE is {world_size} but torch.distributed has no process group"

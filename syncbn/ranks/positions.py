@@ -1,18 +1,19 @@
-"""Keeps the position of this rank: its last collective of syncbn, and what the rank did since.
+"""Keeps the position of this rank: its last collective of syncbn, and the events on this rank since.
 
-Each rank writes to the store of the default process group, under keys that begin with syncbn/, the number of restarts
-by torchrun, which may keep the store, and the global rank. (The number of the ranks that have read an explanation,
-fault/0/4f2a.../readers, has no rank in its key.)
+Each rank writes to the store of the default process group. A key is "syncbn/", the number of restarts by torchrun
+(which may keep the store across restarts), the global rank, and one of
 
-    position                its last collective of syncbn, and what it has done since
-    called/0/layer4.1.bn3   at a layer's first call: with how many channels, and over which ranks of the group 0
-    fault/0/4f2a...         what the rank does in a collective in which ranks differ, see report.py
+    position                the position of this rank
+    called/0/layer4.1.bn3   written at a layer's first call: its number of channels, and the ranks of group 0
+    fault/0/4f2a...         the rank's report of a collective in which the ranks differ, see report.py
     fault/0                 the same on a GPU, see status.py
 
+The key fault/0/4f2a.../readers contains no rank: it counts the ranks that have read the reports.
+
 A write takes 25 to 120 us, so a thread (watchdog.py) writes the position, once a second if it has changed. The other
-ranks' positions are read (report.py) only for a report, and fast: torchrun ends the ranks that are left some 0.1 s
-after the first has failed. A position may be that of an earlier default group, or of a process that has ended: a report
-gives its age, by the clock of the host that wrote it. No decision depends on a clock.
+ranks' positions are read (report.py) only for a report, and without delay: torchrun ends the remaining ranks about
+0.1 s after the first failure. A position may be that of an earlier default group, or of a process that has ended, so a
+report gives its age, by the clock of the host that wrote it. No decision depends on a clock.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ from syncbn.torch_internals import default_store
 
 HAS_LEFT = "has left"
 HAS_ENDED = "has ended"
-# Class and text of torch's errors that follow from another rank's end or absence. gloo's mostly name a file of gloo's.
+# Matches torch's errors that follow from another rank's end or absence. Most errors of gloo name a source file of gloo.
 FAILED_COLLECTIVE = re.compile(
     r"\b([\w.]+\.)?(Dist(Backend|Network|Store|)Error: |"
     r"RuntimeError: .*(/gloo/[\w/]+\.(cc|h):\d+|caused pair closure|monitoredBarrier|Operation timed out!))",
@@ -44,28 +45,28 @@ FAILED_COLLECTIVE = re.compile(
 
 
 class Position(NamedTuple):
-    """The position of a rank: its last collective of syncbn, and what it did since. The store has it as JSON."""
+    """The position of a rank: its last collective of syncbn, and the events on the rank since. Written as JSON."""
 
-    group: str = ""  # the process group: 0
-    sequence_number: int = 0  # of the collective among syncbn's on the group, from 1
-    pass_name: str = ""  # of the collective: forward, backward, WITH_GRAPH, or a derivative of these
-    description: str = ""  # layer4.1.bn3 forward, call 17
-    error: str = ""  # that a layer has raised since, on this rank
-    departure: str = ""  # HAS_LEFT, and why
+    group: str = ""  # the name of the process group, such as "0"
+    sequence_number: int = 0  # the number of the collective among those of syncbn on the group, from 1
+    pass_name: str = ""  # the pass of the collective, such as "forward", "backward" or `WITH_GRAPH`
+    description: str = ""  # the collective, such as "layer4.1.bn3 forward, call 17"
+    error: str = ""  # the error that a layer has raised on this rank since
+    departure: str = ""  # `HAS_LEFT` and the reason, if the rank has left the group
     process: int = 0
     host: str = ""
-    time: float = 0.0  # when it was written, by the host's clock
-    # What the rank that reads the position adds to it.
-    process_state: str = ""  # its process has ended or is stopped
-    layer_call: str = ""  # how it has called the layer in which the reader waits, where ranks differ in this
+    time: float = 0.0  # when the position was written, by the host's clock
+    # The rank that reads a position sets these fields.
+    process_state: str = ""  # the process has ended or is stopped
+    layer_call: str = ""  # how the rank has called the layer in which the reader waits, if ranks differ in this
 
 
 class Wait(Protocol):
-    """A wait of this rank for others, in a collective of syncbn."""
+    """A collective of syncbn in which this rank waits."""
 
-    sequence_number: int  # a rank whose position has this number or more has arrived
+    sequence_number: int  # A rank whose position has this number or a larger one has reached the collective.
     start: float  # by time.monotonic
-    next_warning_seconds: float  # of waiting
+    next_warning_seconds: float  # waiting time at which the watchdog warns
 
     def position(self) -> Position: ...
     def layer_label(self) -> str: ...
@@ -74,7 +75,7 @@ class Wait(Protocol):
 
 
 class GpuStatus(Protocol):
-    """What the watchdog looks at on a GPU: see status.py."""
+    """The status words of a group on a GPU, which the watchdog polls: see status.py."""
 
     def has_ended(self) -> bool: ...
     def poll(self, is_last: bool = False) -> None: ...
@@ -82,30 +83,30 @@ class GpuStatus(Protocol):
 
 
 class ThisRank:
-    """This rank of a default process group, its position, and the store to which it writes that."""
+    """This rank of a default process group: its position, and the store to which the position is written."""
 
     last: Wait | None = None  # the last collective that this rank has begun
-    written_position: Position | None = None  # without the time
-    report_thread: threading.Thread | None = None  # of the last report; it waits for a store that is slow
+    written_position: Position | None = None  # the last position that was written, with time 0
+    report_thread: threading.Thread | None = None  # the thread of the last report, which a slow store delays
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self.num_ranks, self.process = dist.get_rank(), world.size(), os.getpid()
-        self.store: dist.Store = default_store()  # the default one may later be another group's
+        self.store: dist.Store = default_store()  # kept, as default_store() may later return that of another group
         self.store_answers, self.store_appends = True, _appends(self.store)
         self.prefix = f"syncbn/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self.waiting: dict[Wait, None] = {}  # the collectives that have not ended on the host, of all threads
+        self.waiting: dict[Wait, None] = {}  # the unfinished collectives of all threads
         self.gpu_statuses: set[GpuStatus] = set()
-        self.writing = threading.RLock()  # the program and the threads write positions
-        self.error: tuple[str, Wait | None] = "", None  # that a layer has raised, and `last` at that time
+        self.writing = threading.RLock()  # The program and several threads write positions.
+        self.error: tuple[str, Wait | None] = "", None  # the error of a layer, and `last` when it was raised
         self.departure = ""
         self.ended = threading.Event()
-        self.failed = False  # by a collective that is not syncbn's, whose error ends this program
+        self.failed = False  # whether the error of a collective outside of syncbn ends the program
         self.write_position()
 
     def position(self, wait: Wait | None = None) -> Position:
-        """The last collective of this rank, and what it did since. While threads wait, the collective of the one that
-        waits longest; or `wait`, if that is one of them."""
-        waiting = [*self.waiting]  # other threads may begin and end some
+        """Return the position of this rank, with time 0. If several threads wait, use the longest wait; or `wait`, if
+        that is one of them."""
+        waiting = [*self.waiting]  # a copy, as other threads change the dict
         last = wait if wait in waiting else next(iter(waiting), self.last)
         error, before = self.error
         position = Position() if last is None else last.position()
@@ -114,12 +115,17 @@ class ThisRank:
         )
 
     def record_error(self, error: BaseException) -> None:
-        """Record an error that a layer raises on this rank: other ranks may already wait in the next collective."""
+        """Record an error that a layer raises on this rank, as other ranks may wait in the collective that follows."""
         self.error = f"has raised {format_error(error)}".partition("\n")[0][:300], self.last
 
-    def is_reading(self) -> bool:
-        """Whether a report waits for the store: a further call would wait, too."""
-        return self.report_thread is not None and self.report_thread.is_alive()
+    def is_reading(self, seconds: float = 0.0) -> bool:
+        """Return whether a report still waits for the store after up to `seconds`: another call would wait too."""
+        thread = self.report_thread
+        if thread is None or not thread.is_alive():
+            return False
+        if thread is not threading.current_thread():
+            thread.join(seconds)
+        return thread.is_alive()
 
     def write_position(self) -> None:
         """Write the position if it has changed."""
@@ -129,7 +135,7 @@ class ThisRank:
                 self.written_position = position
 
     def write(self, key: str, value: object) -> bool:
-        """Write a value that JSON can hold, and return whether the store has it."""
+        """Write a value as JSON, and return whether the store accepted it."""
         if self.store_answers:
             with self.using_store():
                 self.store.set(self._key(self.rank, key), json.dumps(value))
@@ -137,23 +143,24 @@ class ThisRank:
         return False
 
     def erase(self, key: str) -> None:
-        """Remove what this rank has written under the key."""
+        """Delete the value that this rank has written under the key."""
         self._poll_store(lambda: self.store.delete_key(self._key(self.rank, key)), 0.0)
 
     def read(self, ranks: Sequence[int], key: str) -> list[Any]:
-        """What these ranks have written under the key; None for nothing."""
+        """Return the value of each of these ranks under the key; None for a rank that has written none."""
         store, keys = self.store, [self._key(rank, key) for rank in ranks]
         if store.check(keys):
             at_once = store.has_extended_api()  # type: ignore[attr-defined]
             return [*map(json.loads, store.multi_get(keys) if at_once else map(store.get, keys))]
-        half = len(ranks) // 2  # few requests find the ranks that have written nothing
+        half = len(ranks) // 2  # Bisection needs few requests to find the ranks that have written nothing.
         return [*self.read(ranks[:half], key), *self.read(ranks[half:], key)] if half else [None]
 
     def gather(self, ranks: Sequence[int], key: str, seconds: float) -> list[Any]:
-        """What these ranks have written under the key, as soon as all have, and at the latest after these seconds; None
-        for nothing.
+        """Return the value of each of these ranks under the key, when all have written one or `seconds` have elapsed;
+        None for a rank that has written none.
 
-        The first rank leaves last, as its process may hold the store, and deletes what was written.
+        The first rank waits until the others have read the values, as its process may hold the store, and then deletes
+        them.
         """
         values, readers = [None] * len(ranks), f"{self.prefix}/{key}/readers"
         written = [self._key(rank, key) for rank in ranks]
@@ -171,7 +178,7 @@ class ThisRank:
         return values
 
     def _poll_store(self, ask: Callable[[], bool], seconds: float) -> bool:
-        """Ask the store until the answer is True, for these seconds, at least once. False: it never was."""
+        """Call `ask` until it returns True or `seconds` have elapsed, at least once. Return whether it did."""
         deadline, pause = time.monotonic() + seconds, 0.001
         while self.store_answers:
             with self.using_store():
@@ -188,8 +195,8 @@ class ThisRank:
 
     @contextlib.contextmanager
     def using_store(self) -> Iterator[None]:
-        """Within, the store is called. Once its connection is broken, it is not called again: torch prints a backtrace
-        of C++ for each call that fails. A store that is only slow may answer the next call."""
+        """Suppress the errors of a store that is called in this context. After a broken connection the store is not
+        called again, because torch prints a C++ backtrace for each failed call; after a timeout it is."""
         try:
             yield
         except dist.DistStoreError:
@@ -199,7 +206,7 @@ class ThisRank:
 
 
 def _appends(store: dist.Store) -> bool:
-    """Whether a write does not replace the last one."""
+    """Return whether each write makes the store larger."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.FileStore)
@@ -207,7 +214,7 @@ def _appends(store: dist.Store) -> bool:
 
 @functools.cache
 def this_host() -> str:
-    """Host, boot and pid namespace: equal if /proc of one shows the other."""
+    """Return an identifier of the host, boot and PID namespace. Processes with equal identifiers share one /proc."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if not (boot.exists() and namespace.exists()):
         return socket.gethostname()
@@ -215,7 +222,7 @@ def this_host() -> str:
 
 
 def process_state(process: int) -> str:
-    """'its process (123) has ended' or '... is stopped', for a process of this host; else empty."""
+    """Return "its process (123) has ended" or "its process (123) is stopped" for a process of this host, else ""."""
     if not Path("/proc/self/stat").exists():
         return ""
     state = "X"
@@ -227,23 +234,24 @@ def process_state(process: int) -> str:
 
 
 def exit_reason() -> str:
-    """The first line of the exception that ends this program, or a part of it; empty without an exception."""
+    """Return " with" or " while handling" and the exception that ends this program, up to 200 characters of one line;
+    "" without an exception."""
     handled, error = sys.exc_info()[1], _last_error()
     why = "" if error is None else f" {'while handling' if handled else 'with'} {format_error(error)}"
     return why.partition("\n")[0][:200]
 
 
 def failed_collective() -> BaseException | None:
-    """The exception of a collective outside of syncbn that ends this program, or None. (syncbn's own errors say where
-    the ranks are.)"""
+    """Return the exception of a collective outside of syncbn that ends this program, or None. (The errors of syncbn
+    already contain the positions of the ranks.)"""
     error = _last_error()
-    while error is not None and "syncbn: " not in (words := format_error(error)):
-        if error.__traceback__ and FAILED_COLLECTIVE.match(words):
+    while error is not None and "syncbn: " not in (text := format_error(error)):
+        if error.__traceback__ and FAILED_COLLECTIVE.match(text):
             return error
         error = error.__cause__ or error.__context__
     return None
 
 
 def _last_error() -> BaseException | None:
-    """The current exception, else the last uncaught one."""
+    """Return the exception that is being handled, else the last uncaught exception, else None."""
     return sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

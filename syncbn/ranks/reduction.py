@@ -1,23 +1,23 @@
-"""Adds up over the ranks that a call synchronises, by one all_reduce each pass. A reduction is chosen once for a call.
+"""Sums payloads over the ranks of a call, with one all_reduce in each pass.
 
-There are three: `OneRank`, `EagerReduction` for a group in eager mode, and `GraphReduction` for one in a compiled
-graph. Calls in the fallback add up by `total` of fallback.py, whose results have derivatives.
+A `Reduction` is selected once for each call: `OneRank`, `EagerReduction` for a group in eager mode, or `GraphReduction`
+for a group in a compiled graph. fallback.py wraps `sign_and_all_reduce` in a Function with derivatives.
 
 W ranks; C channels; n_r values per channel on rank r.
 
-| pass     | sent by rank r                              | numbers | received everywhere       |
-|----------|---------------------------------------------|---------|---------------------------|
-| forward  | S_r = sum x, Q_r = sum x^2, trailer         | 2C + 4  | their sums over all ranks |
-| backward | sum dy, sum dy * (x - mean), trailer        | 2C + 4  | their sums over all ranks |
+| pass     | sent by rank r                              | elements | received by every rank    |
+|----------|---------------------------------------------|----------|---------------------------|
+| forward  | S_r = sum x, Q_r = sum x^2, trailer         | 2C + 4   | their sums over all ranks |
+| backward | sum dy, sum dy * (x - mean), trailer        | 2C + 4   | their sums over all ranks |
 
-All numbers are float64, and the sums are not centred, so that uneven and empty ranks need no special case. Each pass is
-exactly one collective when the group has two or more ranks, and none otherwise: an all_reduce, which small groups of
-gloo make by an exchange, see collective.py. A rank with bad arguments cannot compute its sums but must not leave
-the others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which every rank sees in the total.
+All elements are float64, and the sums are not centred, so uneven and empty ranks are not special cases. Each pass is
+exactly one collective if the group has two or more ranks, and none otherwise: an all_reduce, or all_to_all_single in
+small groups of gloo, see collective.py. A rank with a bad argument cannot compute its sums but must not leave the other
+ranks waiting: it joins the all_reduce of the forward with zeros and n_r = NaN, so every rank receives n = NaN.
 
-Each payload ends in a trailer of four numbers: n in forward and 0 in backward, and a signature, see sites.py. On CPU
-every rank reads the total's trailer, and sees there whether ranks in different layers have met; report.py has what they
-then raise. On a GPU a kernel reads it, and every rank raises some calls later, see status.py.
+The trailer has four elements: n in forward and 0 in backward, and a signature, see sites.py. On CPU every rank reads
+the trailer of the total and detects there whether the ranks are in different layers; report.py makes the error that
+they raise. On a GPU a kernel reads the trailer, and every rank raises some calls later, see status.py.
 """
 
 import contextlib
@@ -47,54 +47,53 @@ from syncbn.torch_internals import (
     stream_handle,
 )
 
-NO_SIGNATURES = Signatures(1)  # a site without an identity sends zeros
+NO_SIGNATURES = Signatures(1)  # signatures without an identity: the trailer has zeros
 
 
 class Reduction(ABC):
-    """The ranks that a call synchronises."""
+    """The sums over the ranks that a call synchronises."""
 
     group: dist.ProcessGroup | None  # None for one rank
-    num_ranks: int | None  # None in a graph, where it is unused
+    num_ranks: int | None  # None in a compiled graph, where it is unused
     signatures: Signatures
-    # The total of this call's forward; None for one rank. A backward that does not keep its graph sets it to None: the
-    # loss may be kept, and with it this reduction.
+    # The total of the forward; None for one rank. It is released after a backward that does not keep its graph, because
+    # a loss that the program keeps also keeps this object.
     forward_total: Tensor | None = None
-    reads_trailer = False  # whether ranks or their GPUs read the trailer of a total: only then may a rank send NaN in n
+    reads_trailer = False  # whether ranks or their GPUs read the trailer of a total, so that a rank may send n = NaN
 
     @abstractmethod
     def all_reduce(self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
-        """The total of `payload`, which it may overwrite, and which ends in a trailer. With
-        `status_words` GPU kernels check the total.
+        """Return the sum over the ranks of `payload`, which ends in a trailer and may be overwritten. With
+        `status_words` a GPU kernel checks the total, else the host.
 
-        **Raises** RuntimeError when the all_reduce fails, and where ranks in different layers or passes have met; if a
-        rank has a fault, a ValueError or TypeError with the texts of the faulty ranks.
+        **Raises** RuntimeError if the all_reduce fails or the ranks are in different layers or passes; ValueError or
+        TypeError with the errors of all ranks if a rank has a bad argument.
         """
 
     def sign_and_all_reduce(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
-        """`all_reduce` of float64 `sums` whose trailer is not signed yet. A rank with an `error` has NaN in the place
-        of n, and raises this error."""
+        """Sign the trailer of float64 `sums` and `all_reduce` them. A rank with an `error` sends NaN in place of n, and
+        raises this error."""
         return self.all_reduce(sums, pass_name)
 
     def status_words(self, pass_name: str, device: torch.device) -> StatusWords | None:
-        """The status_words of the next all_reduce, on a GPU. **Raises** what kernels have seen in an earlier total."""
+        """Return the status words of the next all_reduce, on a GPU. **Raises** the fault of an earlier total."""
         return None
 
-    # One rank tells nobody, and a graph cannot: in these the rest does nothing.
+    # The methods below do nothing for one rank and in compiled graphs.
 
     def warn_unless_finite(self, sums: Tensor) -> None:  # noqa: B027
-        """A total of forward has NaN or infinity. Warns, once for a layer, if these `sums` of this rank have."""
+        """Warn, once for each layer, if these `sums` of this rank's forward contain NaN or infinity."""
 
     def record_error(self, error: BaseException) -> None:  # noqa: B027
-        """This rank is about to raise `error`, perhaps without the all_reduce for which the others wait. Their reports
-        have the error."""
+        """Record an error that this rank raises, so that the reports of the other ranks contain it if they wait."""
 
     def recording_errors(self) -> contextlib.AbstractContextManager[None]:
-        """The context of a pass. Calls `record_error` if the pass raises."""
+        """Return a context manager for a pass. It records the error that the pass raises."""
         return contextlib.nullcontext()
 
 
 class OneRank(Reduction):
-    """One rank: there is nothing to add up."""
+    """One rank, which sends nothing."""
 
     group = None
     num_ranks = 1
@@ -112,9 +111,9 @@ class EagerReduction(Reduction):
 
     group: dist.ProcessGroup
     reads_trailer = True
-    # Of the pass, on a GPU: the collective that is about to begin, whose number kernels have, and what these note.
+    # On a GPU, between `status_words` and `all_reduce`: the collective whose sequence number the kernels have.
     pending_collective: Collective | None = None
-    status: StreamStatus
+    status: StreamStatus  # the status words of the stream, on a GPU
 
     def __init__(self, group: dist.ProcessGroup, site: Site, dtype: torch.dtype | None) -> None:
         site.num_calls += 1
@@ -132,7 +131,7 @@ class EagerReduction(Reduction):
         if stream is None:
             return status.status_words(captured_sequence_number(site, pass_name))
         collective, state = self.pending_collective, site.group_state
-        if collective is None:  # else an error has ended the pass before its all_reduce, where others wait
+        if collective is None:  # not None: the last pass raised before its all_reduce, in which the other ranks wait
             collective = self.pending_collective = self.new_collective(pass_name)
             collective.sequence_number = state.num_collectives = state.num_collectives + 1
         return status.status_words(collective.sequence_number)
@@ -141,21 +140,16 @@ class EagerReduction(Reduction):
         self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None, error: Exception | None = None,
         use_operator: bool = False,
     ) -> Tensor:  # fmt: skip
-        """The total, see `Reduction`; `use_operator` by one that a dispatch mode can save."""
-        collective, fault = (
-            self.pending_collective or Collective(self.site, self.call_number, pass_name, self.dtype),
-            None,
-        )
-        self.pending_collective = None
+        """See `Reduction`. `error`: this rank has this bad argument. `use_operator`: see `collective.all_reduce`."""
+        collective = self.pending_collective or Collective(self.site, self.call_number, pass_name, self.dtype)
+        self.pending_collective = fault = None
         if self.call_number == 1 and pass_name == "forward":
             self.site.write_call((len(payload) - TRAILER_ELEMENTS) // 2)
         with collective:
             if status_words is not None and status_words.sequence_number > 0:
                 self.status.recent.append(collective)
             total = all_reduce(payload, self.group, self.site.all_to_all_size, use_operator)
-            if (
-                status_words is None and total.is_cpu and type(total) is Tensor
-            ):  # else the host cannot read it: a FakeTensor
+            if status_words is None and total.is_cpu and type(total) is Tensor:  # not a FakeTensor, which has no values
                 n, num_signed, signatures, squares = total[-TRAILER_ELEMENTS:].tolist()
                 ranks_differ = num_signed * squares != signatures * signatures
                 if ranks_differ or n != n:
@@ -164,19 +158,19 @@ class EagerReduction(Reduction):
             self.forward_total = total
         if fault is None:
             return total
-        try:  # outside of the context, which would report that the collective failed
+        try:  # outside of the context, which would report a failed collective
             raise fault
-        finally:  # Its traceback has this frame. A cycle would keep the group, and gloo's threads until the end.
+        finally:  # The traceback refers to this frame; a reference cycle would keep the group and the threads of gloo.
             del fault, error
 
     def sign_and_all_reduce(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
-        is_real = type(sums) is Tensor
-        has_status = is_real and sums.is_cuda and select.checks_totals(sums.device)
-        status_words = self.status_words(pass_name, sums.device) if has_status else None
-        reads_trailer = sums.is_cpu or status_words is not None
-        s = self.signatures[pass_name, self.dtype] if reads_trailer else UNSIGNED
+        is_forward, status_words, s = pass_name == "forward", None, UNSIGNED
+        if type(sums) is Tensor and sums.is_cuda and select.checks_totals(sums.device):
+            status_words = self.status_words(pass_name, sums.device)
+        if sums.is_cpu or status_words is not None:
+            s = self.signatures[pass_name, self.dtype]
         is_signed, signature = (sums.new_full((1,), number) for number in (s != UNSIGNED, s))
-        if s != UNSIGNED and pass_name != "forward" and type(self.forward_total) is Tensor:
+        if s != UNSIGNED and not is_forward and type(self.forward_total) is Tensor:
             signature = reference.signature_of_call(s, self.forward_total)
         payload = torch.cat((sums[:-SIGNATURE_ELEMENTS], is_signed, signature, signature.square()))
         use_operator = current_dispatch_mode() is not None
@@ -188,7 +182,6 @@ class EagerReduction(Reduction):
         if status_words is not None:
             if error is not None:
                 self.status.write_report(status_words.sequence_number, error)
-            is_forward = pass_name == "forward"
             needs_two_values = is_forward and self.site.needs_two_values
             select.check_total(total, needs_two_values, status_words, sums if is_forward else None)
             if error is not None:
@@ -196,14 +189,13 @@ class EagerReduction(Reduction):
                     raise error
                 finally:
                     del error
-        looks = pass_name == "forward" and status_words is None and payload.is_cpu and type(payload) is Tensor
-        # By lists, as operators would be seen by the mode that watches this call. cat has left the sums as they were.
-        if looks and not all(map(math.isfinite, total.tolist())):
+        # The host reads a list, because the dispatch mode would see operators. torch.cat has kept `sums` intact.
+        elif is_forward and payload.is_cpu and type(payload) is Tensor and not all_finite(total):
             self.warn_unless_finite(sums)
         return total
 
     def warn_unless_finite(self, sums: Tensor) -> None:
-        if not all(map(math.isfinite, sums.tolist())):
+        if not all_finite(sums):
             self.new_collective("forward").warn_not_finite()
 
     def record_error(self, error: BaseException) -> None:
@@ -221,29 +213,33 @@ class EagerReduction(Reduction):
         return Collective(self.site, self.call_number, pass_name, self.dtype)
 
 
-def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: Exception | None) -> Exception | None:
-    """Return what this rank raises if the trailer of a total shows a fault; `error` is its bad argument, or None.
+def all_finite(sums: Tensor) -> bool:
+    return all(map(math.isfinite, sums.tolist()))
 
-    Returns None if the layer only had different numbers: all ranks now use a number that none has used.
+
+def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: Exception | None) -> Exception | None:
+    """Return the error that this rank raises for a total with a fault. `error`: this rank has this bad argument.
+
+    Return None if only the instance numbers of the layer differed: the ranks have then agreed on a new number.
     """
     site, state, rank = collective.site, collective.site.group_state, collective.rank
-    if math.isnan(total[-1]):  # the ranks have sent different lengths, and gloo has aborted one of them
+    if math.isnan(total[-1]):  # The ranks have sent different lengths, and gloo has aborted a rank.
         where = report.report_positions(rank, collective, has_failed=True)
         return error or RuntimeError(report.DIFFERENT_LENGTHS + where)
     # repr has one text for every NaN.
     key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
-    call = collective.to_report(error)
-    calls = report.gather_calls(rank, state.ranks, key, call)
+    calls = report.gather_calls(rank, state.ranks, key, collective.to_report(error))
     fault = report.explain(rank, state.ranks, collective, calls, ranks_differ, can_renumber=True)
-    answers = [other for other in calls if other is not None]
-    if len({other.instance_number for other in answers}) > 1 and not isinstance(fault, report.RanksDifferError):
-        site.set_instance_number(max(other.next_instance_number for other in answers))
-    is_own = error is not None and not isinstance(fault, report.RanksDifferError)
-    return error if is_own else fault
+    if isinstance(fault, report.RanksDifferError):
+        return fault
+    answers = [call for call in calls if call is not None]
+    if len({call.instance_number for call in answers}) > 1:
+        site.set_instance_number(max(call.next_instance_number for call in answers))
+    return error or fault
 
 
 class GraphReduction(Reduction):
-    """The ranks of a group in a compiled graph, which cannot tell its layer. The total is not read there."""
+    """The ranks of a group in a compiled graph, in which the layer is unknown and no rank reads the trailer."""
 
     group: dist.ProcessGroup
     num_ranks = None
@@ -256,8 +252,8 @@ class GraphReduction(Reduction):
 
 
 def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Reduction:
-    """The ranks that a call synchronises. **Raises** RuntimeError in torch.jit.trace, which cannot record them, before
-    anything is sent: often one rank alone records."""
+    """Return the reduction of a call. **Raises** RuntimeError in torch.jit.trace, which cannot record the collectives,
+    before anything is sent: often only one rank traces."""
     if is_compiling():
         return graph_reduction(spec)
     if is_jit_tracing():
@@ -269,25 +265,28 @@ def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> R
 
 
 def eager_reduction(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) -> Reduction:
-    """The reduction over the ranks that a call synchronises in eager mode; counts the call. See `resolve`."""
+    """Return the reduction of a call in eager mode, and count the call. **Raises** the errors of `resolve`."""
     group = dist.group.WORLD if spec is None else groups.lookup(spec)
     if group is None and spec is None:
         groups.warn_of_missing_group()
         return ONE_RANK
     site = caller._call_site
-    # The site of the last call is used again if it still fits.
+    # The site of the last call is cached on the caller.
     if group is None or site is None or site.group_state.group() is not group or site.caller() is not caller:
         group = resolve(spec)
         if group is None:
             return ONE_RANK
         site = call_site(caller, group)
-        object.__setattr__(caller, "_call_site", site)  # a layer's own may refuse
+        object.__setattr__(caller, "_call_site", site)  # A layer's own __setattr__ may raise.
     return EagerReduction(group, site, dtype)
 
 
 def graph_reduction(spec: GroupSpec) -> Reduction:
-    """**Raises** RuntimeError where new groups would have to be made, and in an export over several ranks."""
-    # Dynamo guards WORLD, so it compiles again for another default group; it folds is_initialized() without a guard. In
+    """Return the reduction of a call in a compiled graph.
+
+    **Raises** RuntimeError if groups would have to be created, and in an export over several ranks.
+    """
+    # Dynamo guards WORLD, so it recompiles for another default group; it folds is_initialized() without a guard. In
     # graphs of torch 2.11 WORLD itself is never None.
     if spec == groups.THIS_RANK_ALONE or dist.group.WORLD is None or not dist.is_initialized():
         return ONE_RANK
@@ -304,21 +303,21 @@ def graph_reduction(spec: GroupSpec) -> Reduction:
     return GraphReduction(group)
 
 
-@constant_in_graphs  # At an error that Dynamo traces it would break the graph, and run the layer in eager mode.
+@constant_in_graphs  # Dynamo would break the graph at an error that it traces, and run the layer in eager mode.
 def _raise_in_graph(message: str) -> NoReturn:
     raise RuntimeError(message)
 
 
 def record_ranks(caller: Caller, reduction: Reduction) -> None:
-    """Note over how many ranks the caller was synchronised."""
-    if not is_compiling():  # where an attribute that changes would compile a graph again
-        object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
+    """Record on the caller how many ranks were synchronised."""
+    if not is_compiling():  # In a compiled graph a change of the attribute would cause a recompilation.
+        object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # A layer's own __setattr__ may raise.
 
 
 def resolve(spec: GroupSpec) -> dist.ProcessGroup | None:
-    """The group to synchronise over now; None for a group of one rank, and when there is no process group.
+    """Return the group of `spec`; None for a group of one rank, and without a process group.
 
-    The first call with an int above 1 makes the groups. **Raises** as `groups.lookup`.
+    The first call with an int above 1 creates the groups. **Raises** the errors of `groups.lookup` and `make_groups`.
     """
     if spec == groups.THIS_RANK_ALONE:
         return None
@@ -330,17 +329,14 @@ def resolve(spec: GroupSpec) -> dist.ProcessGroup | None:
 
 
 def make_groups(spec: GroupSpec) -> None:
-    """Make the groups that an int above 1 needs, unless they are made. **Raises** as `_make_groups`."""
+    """Create the groups of an int above 1, unless they exist. **Raises** the errors of `_make_groups`."""
     if isinstance(spec, int) and spec != groups.THIS_RANK_ALONE:
         _make_groups(spec)
 
 
 def _make_groups(spec: int) -> None:
-    """Make the groups of an int, unless they are made: a collective over ALL ranks of the default group, which tells
-    the other ranks where this rank waits.
-
-    **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
-    """
+    """Create the groups of an int, unless they exist: a collective over ALL ranks of the default group, which appears
+    in the reports of positions. **Raises** the errors of `groups.make`."""
     default_group = dist.group.WORLD
     if default_group is not None and groups.lookup(spec) is None:
         caller = FunctionCaller(f"the making of groups for process_group={spec!r}", is_signed=False)
@@ -349,11 +345,12 @@ def _make_groups(spec: int) -> None:
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
-    """This rank's group of `group_size` consecutive ranks, as apex's function of the same name.
+    """Return this rank's group of `group_size` consecutive ranks, as apex's function of the same name; for 0, None: the
+    default group.
 
-    A collective over all ranks of the default group the first time a size is asked for. 0 means all ranks: None.
+    The first call with a size is a collective over all ranks of the default group.
 
-    **Raises** ValueError when `group_size` is negative, exceeds the number of ranks or does not divide it; RuntimeError
+    **Raises** ValueError if `group_size` is negative or the number of ranks is not a multiple of it; RuntimeError
     before init_process_group.
     """
     if group_size == 0:

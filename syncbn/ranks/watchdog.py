@@ -1,14 +1,14 @@
 """Watches this rank in a thread: writes its position once a second if it has changed, and warns of long waits.
 
-| this rank waits in                 | which is known from                                                           |
-|------------------------------------|-------------------------------------------------------------------------------|
-| an all_reduce of a layer, on a CPU | the `with` block of its `Collective`                                          |
-| an all_reduce of a layer, on a GPU | the GPU's status, see status.py: the host goes on at once                     |
+| this rank waits in                 | the thread knows it from                                      |
+|------------------------------------|---------------------------------------------------------------|
+| an all_reduce of a layer, on a CPU | the `with` block of its `Collective`                          |
+| an all_reduce of a layer, on a GPU | the status words, see status.py, as the host does not wait    |
 
-Of the collectives of DistributedDataParallel and of the program one thing is known: the error that ends the program.
-The thread then logs where every rank is; errors of the layers say so themselves. Only the rank that fails first is sure
-to report, as torchrun ends the others 0.1 s later. Nothing is logged where the program handles the error, and the
-positions are lost with the process that holds the store (torchrun keeps it in a process of its own).
+Collectives of DistributedDataParallel and of the program are not tracked. If the error of one ends the program, the
+thread logs the positions of all ranks; errors raised in layers already contain them. Only the rank that fails first is
+sure to report, because torchrun ends the other ranks 0.1 s later. Nothing is logged if the program handles the error.
+The positions are lost with the process that holds the store (torchrun keeps the store in a process of its own).
 """
 
 import contextlib
@@ -22,21 +22,23 @@ import torch.distributed as dist
 from syncbn.ranks import positions, report
 from syncbn.ranks.positions import HAS_LEFT, Position, ThisRank, Wait
 
-POLL_SECONDS = 1.0  # between two looks of the thread
-EXIT_SECONDS = 1.0  # for which a rank that leaves waits for its own threads
-MAX_WARNING_RANKS = 4  # of a group warn, as all would say the same
+POLL_SECONDS = 1.0  # time between two polls of the thread
+EXIT_SECONDS = 1.0  # the longest time for which a rank that leaves waits for its own threads
+MAX_WARNING_RANKS = 4  # Only the first ranks of a group warn, as the warnings of all ranks would be equal.
 
 log = logging.getLogger("syncbn")
 
 
-_ranks: WeakKeyDictionary[dist.ProcessGroup, ThisRank] = WeakKeyDictionary()  # by the default process group
-_starting = threading.RLock()  # the first calls of several threads may meet
-_inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # this process was forked from one that made these groups
+_ranks: WeakKeyDictionary[dist.ProcessGroup, ThisRank] = WeakKeyDictionary()  # keyed by the default process group
+_starting = threading.RLock()  # held while a thread of the program makes a ThisRank
+_inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # default groups of the process from which this one was forked
 
 
 def this_rank() -> ThisRank:
-    """This rank of the default group, watched by a thread that ends with the group. **Raises** RuntimeError in a forked
-    process."""
+    """Return this rank of the default group. A thread watches the rank until the group ends.
+
+    **Raises** RuntimeError in a forked process.
+    """
     world = dist.group.WORLD
     assert world is not None
     if world in _inherited:
@@ -52,7 +54,6 @@ def this_rank() -> ThisRank:
 
 
 def _after_fork() -> None:
-    """This process cannot use the groups of its parent."""
     if dist.group.WORLD is not None:
         _inherited.add(dist.group.WORLD)
 
@@ -62,48 +63,44 @@ if hasattr(os, "register_at_fork"):
 
 
 def _watch(rank: ThisRank, world: ref[dist.ProcessGroup]) -> None:
-    """The thread. Between its looks it holds nothing that would keep the group alive."""
-    seen, has_warned = None, False
-    # Each look holds Python's lock, which the program needs to launch kernels on a GPU.
+    """Run the thread. Between two polls it holds no reference that would keep the group alive."""
+    previous, has_warned = None, False
+    # Each poll holds the GIL, which the program needs to launch kernels on a GPU.
     while not rank.ended.wait(POLL_SECONDS) and dist.group.WORLD is world():
         try:
-            seen = _poll(rank, seen)
+            previous = _poll(rank, previous)
         except Exception as error:
             if not has_warned:
                 has_warned = True
                 text = "syncbn: the watchdog of rank %d has failed once, and goes on: %s: %s"
                 log.warning(text, rank.rank, type(error).__name__, error)
-    _final_poll(rank)
-    rank.ended.wait()  # the program may still hold a destroyed group
+    while rank.gpu_statuses:  # No later step of the program would raise a fault of the last step.
+        with contextlib.suppress(Exception):
+            rank.gpu_statuses.pop().poll(is_last=True)
+    rank.ended.wait()  # The program may still hold a destroyed group.
     if rank.failed:
-        where = report.report_positions(rank, None, has_failed=True, at_exit=True)
+        where = report.report_positions(rank, None, has_failed=True)
         log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
-    # Layers that have called on the group still know this rank, and must not keep its store.
+    # Layers that have called on the group still refer to this rank, and must not keep its store alive.
     rank.store_answers, rank.store = False, dist.HashStore()
 
 
-def _poll(rank: ThisRank, seen: Position | None) -> Position:
-    """One look of the thread, which returns the position of this rank; `seen` is that of the previous look."""
-    for watched in [*rank.gpu_statuses]:
-        is_last = watched.has_ended()
+def _poll(rank: ThisRank, previous: Position | None) -> Position:
+    """Poll the GPUs, write the position of this rank and warn of long waits. Return the position; `previous` is that of
+    the previous poll."""
+    for status in [*rank.gpu_statuses]:
+        is_last = status.has_ended()
         if is_last:
-            rank.gpu_statuses.discard(watched)
-        watched.poll(is_last)
+            rank.gpu_statuses.discard(status)
+        status.poll(is_last)
     position = rank.position()
-    # A store that grows with each write gets a position only if the position was the same one look ago.
-    if not (rank.is_reading() or rank.ended.is_set() or (rank.store_appends and position != seen)):
+    # A store that grows with each write gets a position only if the previous poll returned the same one.
+    if not (rank.is_reading() or rank.ended.is_set() or (rank.store_appends and position != previous)):
         rank.write_position()
-    on_gpu = [begun for watched in [*rank.gpu_statuses] if (begun := watched.unfinished()) is not None]
-    for wait in [*rank.waiting] or sorted(on_gpu, key=lambda begun: begun.start)[:1]:
+    on_gpu = [wait for status in [*rank.gpu_statuses] if (wait := status.unfinished()) is not None]
+    for wait in [*rank.waiting] or sorted(on_gpu, key=lambda wait: wait.start)[:1]:
         _warn_if_long(rank, wait)
     return position
-
-
-def _final_poll(rank: ThisRank) -> None:
-    """Look at the GPUs once more, as the group ends: no later step of the program would raise a fault of the last."""
-    while rank.gpu_statuses:
-        with contextlib.suppress(Exception):
-            rank.gpu_statuses.pop().poll(is_last=True)
 
 
 def _warn_if_long(rank: ThisRank, wait: Wait) -> None:
@@ -118,19 +115,15 @@ def _warn_if_long(rank: ThisRank, wait: Wait) -> None:
 
 
 def _on_group_end(rank: ThisRank, watchdog: threading.Thread) -> None:
-    """The default process group, or this program, ends, perhaps because of an exception."""
-    if rank.process != os.getpid():  # a forked process, which has no thread
+    """Write why this rank leaves, when the default process group or the program ends, perhaps with an exception."""
+    if rank.process != os.getpid():  # a forked process, which has no watchdog
         return
     rank.failed = positions.failed_collective() is not None
     rank.departure = HAS_LEFT + positions.exit_reason()
-    if (
-        rank.report_thread is not None and rank.report_thread is not threading.current_thread()
-    ):  # it may be in a call of a dead store
-        rank.report_thread.join(EXIT_SECONDS)
-    if not rank.is_reading() and rank.writing.acquire(timeout=EXIT_SECONDS):
+    if not rank.is_reading(EXIT_SECONDS) and rank.writing.acquire(timeout=EXIT_SECONDS):
         rank.write_position()
         rank.writing.release()
-    rank.ended.set()  # the watchdog then releases the store
+    rank.ended.set()  # The watchdog then releases the store.
     if rank.failed or rank.gpu_statuses:
-        with contextlib.suppress(RuntimeError):  # this thread itself may let the group go
+        with contextlib.suppress(RuntimeError):  # The watchdog itself may release the group, and cannot join itself.
             watchdog.join(report.READ_SECONDS)
