@@ -24,7 +24,7 @@ from syncbn.torch_internals import increment_version
 # Values that a thread loads at once. With 8 values of 16 bits the sums of a thread would not fit in its registers.
 VALUES_PER_LOAD = 4
 COLUMNS = 64, 32  # channels per tile if inner is 1; 32 values of 16 bits are 64 contiguous bytes
-RUN_WARPS, COLUMN_WARPS = 4, 8  # warps per program: in runs; else, see gpu_tiles.py
+WARPS, COLUMN_WARPS = 4, 8  # warps per program: for a single channel; for several channels
 REDUCTION_REGISTERS, ELEMENTWISE_REGISTERS = 80, 64  # registers per thread
 REDUCTION_THREADS = 768  # threads with REDUCTION_REGISTERS that run on a multiprocessor at once
 # Maximum number of partial sums per channel. A second kernel adds them. Fewer leave multiprocessors idle for C <= 64.
@@ -111,10 +111,10 @@ class _Launches:
         outer, channels, inner = layout.sizes
         if outer * inner == 0:
             outer, inner = 0, 1
-        in_runs = inner > 1 and channels > 0
-        if in_runs:
+        single_channel = inner > 1 and channels > 0
+        if single_channel:
             width = align = VALUES_PER_LOAD if inner > VALUES_PER_LOAD and inner % VALUES_PER_LOAD == 0 else 1
-            self.spans, self.num_rows, self.warps = channels, outer * inner // width, RUN_WARPS
+            self.spans, self.num_rows, self.warps = channels, outer * inner // width, WARPS
         else:
             # The width that leaves fewer lanes idle, in whole eighths of the channels; 64 if both widths are equal.
             width = min(COLUMNS, key=lambda width: 8 * (-channels % width) // max(1, channels))
@@ -125,8 +125,8 @@ class _Launches:
         # In bytes for AMD, because Triton's AMD back end compiles for offsets of less than 2 GB.
         max_offset = outer * channels * inner * (dtype.itemsize if torch.version.hip else 1)
         index = tl.int64 if max_offset >= 2**31 - 2**24 else tl.int32  # 2^24: for rows out of range
-        self.tiles = gpu_tiles.Tiles(in_runs, rows, width, align, index, compute)
-        self.scalars = channels, inner, *(_magic_division(inner // width) if in_runs else (0, 0))
+        self.tiles = gpu_tiles.Tiles(single_channel, rows, width, align, index, compute)
+        self.scalars = channels, inner, *(_magic_division(inner // width) if single_channel else (0, 0))
         self.channels, self.device = channels, device
 
     def tile_launch(self, kernel: triton.JITFunction, dtypes: Dtypes, relu: bool) -> Launch:

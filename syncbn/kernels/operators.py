@@ -177,5 +177,5 @@ def _prepare(
 def _layout(shape: torch.Size, strides: tuple[int, ...], channel_dim: int) -> Layout | None:
     """Return the layout of a tensor with its dims permuted to their order in memory, or None if it is not dense."""
     order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
-    in_order = torch.empty_strided(shape, strides, device="meta").permute(order)
-    return Layout.of(in_order, order.index(channel_dim)) if in_order.is_contiguous() else None
+    permuted = torch.empty_strided(shape, strides, device="meta").permute(order)
+    return Layout.of(permuted, order.index(channel_dim)) if permuted.is_contiguous() else None
