@@ -96,8 +96,8 @@ def _reason_no_triton(device: torch.device, compiling: bool) -> str | None:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         if reason.startswith("RuntimeError: Triton Error [CUDA]: out of memory"):
             raise
-        # If only one rank fell back to torch operations, its running statistics would have other bits than those of
-        # the other ranks. Only errors that are likely to occur on all ranks make a rank fall back.
+        # An error that may occur on one rank alone raises: if only this rank fell back to torch operations, its running
+        # statistics would have other bits than those of the other ranks.
         compiler_missing = isinstance(error, FileNotFoundError) and error.filename == os.environ.get("CC")
         if isinstance(error, OSError) and "ldconfig" not in reason and not compiler_missing:
             remedy = "set TRITON_CACHE_DIR to a folder on a local disk"
