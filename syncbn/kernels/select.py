@@ -75,8 +75,8 @@ _triton_reasons: dict[torch.device, str | None] = {}  # results of _reason_no_tr
 
 
 def _reason_no_triton(device: torch.device, compiling: bool) -> str | None:
-    """Run Triton kernels on this GPU, once per process. Return None if they work or cannot be tried yet, else the reason
-    in one line.
+    """Run Triton kernels on this GPU, once per process. Return None if they work, or if a graph is being compiled or
+    captured, else the reason in one line.
 
     **Raises** RuntimeError if Triton cannot use its cache. CUDA and out-of-memory errors propagate unchanged.
     """
