@@ -123,7 +123,7 @@ def check_training(tensors: Tensors, options: Options, layer: object) -> Options
     error of the checks below or of a subclass's `_check_input_dim`."""
     check(tensors, options, layer)
     if not is_compiling():
-        reason_forced()
+        reason_forced()  # checks the environment variables
         check_storage(tensors)
         check_writable("running_mean", tensors.running_mean)
         check_writable("running_var", tensors.running_var)

@@ -158,7 +158,7 @@ def batch_norm_backward(
         check_channels(input, channel_dim, None, per_channel)
         if not is_compiling():
             check_storage((grad_output, input, *per_channel.values()))
-        reason_forced()
+        reason_forced()  # checks the environment variables
     except Exception as error:  # The class varies: a Tensor subclass may raise any exception.
         tensors = Tensors(input, weight=weight, running_mean=mean, running_var=invstd)
         fallback.raise_on_all_ranks(error, tensors, Options(channel_dim=channel_dim), reduction, "backward")
