@@ -91,12 +91,11 @@ class Collective:
 
     def to_report(self, error: Exception | None = None) -> report.CallReport:
         """Return the report of this collective for the other ranks. `error`: this rank has this bad argument."""
-        site, text = self.site, "" if error is None else format_error(error)
+        site = self.site
         numbers = site.instance_number, site.next_instance_number(), self.call_number
         compared = self.pass_name, site.signatures.settings, str(self.dtype)
-        return report.CallReport(
-            self.description(), site.layer, *numbers, *compared, text, isinstance(error, TypeError)
-        )
+        fault = "" if error is None else format_error(error), isinstance(error, TypeError)
+        return report.CallReport(self.description(), site.layer, *numbers, *compared, *fault)
 
     def layer_label(self) -> str:
         return self.site.label
@@ -114,11 +113,9 @@ class Collective:
         if not self.site.warned_of_nan:
             self.site.warned_of_nan = True
             warn(f"syncbn: NaN or infinity in the input of {self.description()} on rank {self.rank.rank}.")
-            what = "NaN or infinity in the input of a layer"
-            if self.dtype in OVERFLOW_THRESHOLDS:
-                what += (
-                    f", or {self.dtype} values beyond about {OVERFLOW_THRESHOLDS[self.dtype]}, whose squares overflow,"
-                )
+            what, dtype = "NaN or infinity in the input of a layer", self.dtype
+            if dtype in OVERFLOW_THRESHOLDS:
+                what += f", or {dtype} values beyond about {OVERFLOW_THRESHOLDS[dtype]}, whose squares overflow,"
             then = "makes the statistics and running statistics of that layer NaN or infinite on all ranks"
             remedy = "Check the batch of the rank that warned first, then the learning rate and the loss scale"
             by_torch = "torch.autograd.set_detect_anomaly(True) finds a backward that computes NaN"

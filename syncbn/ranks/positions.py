@@ -108,11 +108,10 @@ class ThisRank:
         that is one of them."""
         waiting = [*self.waiting]  # a copy, as other threads change the dict
         last = wait if wait in waiting else next(iter(waiting), self.last)
-        error, before = self.error
+        text, before = self.error
+        error = text if before is last else ""
         position = Position() if last is None else last.position()
-        return position._replace(
-            error=error if before is last else "", departure=self.departure, process=self.process, host=this_host()
-        )
+        return position._replace(error=error, departure=self.departure, process=self.process, host=this_host())
 
     def record_error(self, error: BaseException) -> None:
         """Record an error that a layer raises on this rank, as other ranks may wait in the collective that follows."""

@@ -257,10 +257,8 @@ def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> R
     if is_compiling():
         return graph_reduction(spec)
     if is_jit_tracing():
-        raise RuntimeError(
-            "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm of all "
-            "ranks: call syncbn.revert_syncbn_model(model) first, or model.eval()"
-        )
+        what = "syncbn: torch.jit.trace, also in torch.onnx.export(dynamo=False), cannot record batch norm of all ranks"
+        raise RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()")
     return eager_reduction(spec, caller, getattr(input, "dtype", None))
 
 
@@ -270,8 +268,7 @@ def eager_reduction(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) 
     if group is None and spec is None:
         groups.warn_of_missing_group()
         return ONE_RANK
-    site = caller._call_site
-    # The site of the last call is cached on the caller.
+    site = caller._call_site  # the site of the last call
     if group is None or site is None or site.group_state.group() is not group or site.caller() is not caller:
         group = resolve(spec)
         if group is None:

@@ -216,10 +216,8 @@ def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False
         rank.report_thread = _start(lambda: _read_report(rank, wait, ranks, has_failed, reports))
         if not rank.is_reading(READ_SECONDS) and reports:
             return reports[0]
-    unknown, line = (
-        "not known, as the process group's store does not answer",
-        _describe(rank.position(wait), rank, wait),
-    )
+    unknown = "not known, as the process group's store does not answer"
+    line = _describe(rank.position(wait), rank, wait)
     return format_by_rank(ranks, [line if other == rank.rank else unknown for other in ranks])
 
 

@@ -171,7 +171,7 @@ def test_equal_to_the_whole_batch(ranks: Ranks, name: str, options: dict[str, An
 # What rank 0 does, and what the others do at its side; and the remedy.
 DIFFERENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "create_graph": (WAYS["create_graph"][0], WAYS["autograd.grad"][0], "Pass create_graph=True on every rank or"),
-    "torch.func.grad": (WAYS["grad"][0], WAYS["autograd.grad"][0], "differentiate by torch.func on all or on none"),
+    "torch.func.grad": (WAYS["grad"][0], WAYS["autograd.grad"][0], "use torch.func on every rank or on none"),
 }
 
 
