@@ -170,7 +170,7 @@ def correctness(part: Part) -> None:
     """Every function of the kernels against its definition, a process for each dtype, as they compile; and what only a
     GPU shows: real sizes, launches, graphs, streams."""
     needs("triton")
-    for which in ["test_forward_sums and torch.float32"] if part.dry_run else DTYPES:
+    for which in ["test_forward_and_backward and torch.float32"] if part.dry_run else DTYPES:
         part.pytest("tests/test_kernels.py", "-m", "triton", "-k", which)
     part.pytest("tests/test_gpu.py")
     part.wait()

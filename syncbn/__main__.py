@@ -2,10 +2,10 @@
 
     python -m syncbn --version                                       which syncbn this is
     python -m syncbn info                                            what is installed and used
-    torchrun --standalone --nproc-per-node 2 -m syncbn check         do these ranks equal one
+    torchrun --standalone --nproc-per-node 2 -m syncbn check         whether these ranks train as one process does
 
-check takes as many ranks on as many hosts as torchrun gives it: nccl when each has a GPU, else gloo. Rank 0 prints. The
-exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad command line.
+check runs on any number of ranks and hosts, with nccl if each rank of the host has a GPU, otherwise with gloo. Rank 0
+prints. The exit status is 0 if the check has passed, 1 if it has failed, and 2 for an invalid command line.
 """
 
 import argparse
@@ -27,7 +27,7 @@ VARIABLES = ("SYNCBN_KERNELS", "SYNCBN_CHECKS", "OMP_NUM_THREADS", "WORLD_SIZE",
 
 
 def main() -> int:
-    """Runs the command and returns the exit status."""
+    """Run the command, and return the exit status."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m syncbn", description=__doc__, formatter_class=formatter)
     parser.add_argument("--version", action="version", version=f"syncbn {syncbn.__version__}")
@@ -36,23 +36,23 @@ def main() -> int:
         passed, text = True, "\n".join(f"{name:33}  {value}" for name, value in info().items())
     else:
         passed, text = _check_here()
-    if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":  # a cluster's shell may have a RANK alone
+    # Some clusters set RANK, without LOCAL_RANK, in a shell that is no rank of torchrun.
+    if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":
         print(text)
     return 0 if passed else 1
 
 
 def info() -> dict[str, str]:
-    """What is installed, and what of it syncbn can use, by name."""
+    """Return, by name, what is installed and what syncbn can use of it."""
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
+    triton = [package.version for package in importlib.metadata.distributions(name="triton")]
     variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     return {
         "syncbn": f"{syncbn.__version__}, {Path(__file__).resolve().parent}",
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": next(
-            (package.version for package in importlib.metadata.distributions(name="triton")), "not installed"
-        ),
+        "triton": triton[0] if triton else "not installed",
         "cuda": torch.version.cuda or "none",
         "gpus": ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none",
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, torch threads: {torch.get_num_threads()}",
@@ -63,7 +63,7 @@ def info() -> dict[str, str]:
 
 
 def _check_here() -> tuple[bool, str]:
-    """Checks the ranks that torchrun has started, else this process."""
+    """Check the ranks that torchrun has started or, without torchrun, this process."""
     device = torch.device("cpu")
     if "RANK" not in os.environ:
         return check(device)
@@ -72,7 +72,7 @@ def _check_here() -> tuple[bool, str]:
     if num_gpus:
         device = torch.device("cuda", local_rank % num_gpus)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if num_gpus >= local_size else "gloo")  # nccl refuses two ranks on one GPU
+    dist.init_process_group("nccl" if num_gpus >= local_size else "gloo")  # nccl refuses two ranks on one GPU.
     try:
         return check(device)
     finally:
@@ -80,26 +80,25 @@ def _check_here() -> tuple[bool, str]:
 
 
 def check(device: torch.device) -> tuple[bool, str]:
-    """Trains a small model on the ranks of the default group, compares with one process, in float64 and float32.
-
-    Without a process group this process alone trains. Returns whether all is well, and a text; both are the same on all
-    ranks.
-    """
+    """Train a small model in float64 and float32, on the ranks of the default group (or in this process if there is
+    none), and compare with one process. Return whether all tensors agree, and a report; both are equal on all ranks."""
     world = dist.group.WORLD
     size, backend = (1, "none") if world is None else (world.size(), dist.get_backend(world))
-    rows, errors = [], []  # a row for the tensors of each kind, with the largest error relative to the largest value
+    rows, errors = [], []
     passed = True
     for dtype, allowed in TOLERANCES.items():
         torch.manual_seed(0)
         model = syncbn.convert_syncbn_model(_model()).to(device, dtype)
         generator = torch.Generator().manual_seed(1)
-        images = torch.randn(2 * size + 1, 3, 16, 16, generator=generator, device="cpu")  # slices that are not even
+        images = torch.randn(2 * size + 1, 3, 16, 16, generator=generator, device="cpu")  # Slices are uneven.
         labels = torch.randint(10, (len(images),), generator=generator, device="cpu")
         with torch.backends.cudnn.flags(allow_tf32=False):
             compared, trained = differences(model, (images.to(device, dtype), labels.to(device)), F.cross_entropy)
         for what in dict.fromkeys(difference.what for difference in compared):
             errors_of_kind = [difference.relative for difference in compared if difference.what == what]
-            largest = float(torch.tensor(errors_of_kind, dtype=torch.float64, device="cpu").max())  # NaN if one is
+            largest = float(
+                torch.tensor(errors_of_kind, dtype=torch.float64, device="cpu").max()
+            )  # Python's max may drop NaN.
             passed = passed and largest <= allowed
             rows.append((str(dtype).removeprefix("torch."), what, f"{largest:.1e}", f"{allowed:.1e}"))
         if world is not None and (names := unequal(trained.state_dict())):

@@ -94,10 +94,8 @@ class Options:
         momentum = self.momentum if type(self.momentum) is int else type(self.momentum)
         key = momentum, self.eps, self.relu, self.channel_dim, self.num_channels, self.check_input_dim
         classes = type(self.momentum) in PLAIN_MOMENTUM_TYPES, *map(type, key[1:4])
-        is_cacheable = (
-            not is_compiling() and classes == (True, float, bool, int) and self.check_input_dim in TORCH_DIM_CHECKS
-        )
-        object.__setattr__(self, "cache_key", key if is_cacheable else None)
+        is_plain = not is_compiling() and classes == (True, float, bool, int)
+        object.__setattr__(self, "cache_key", key if is_plain and self.check_input_dim in TORCH_DIM_CHECKS else None)
 
     def with_float_numbers(self, tensors: Tensors) -> Self:
         """Return the options with eps and momentum as floats; a tensor momentum is kept. **Raises** TypeError or
@@ -274,20 +272,18 @@ def check_writable(name: str, buffer: Tensor | None) -> None:
             raise ValueError(f"{name} cannot be updated in place, as {reason}; replace it by {name}.clone()")
 
 
-def require_two_values(num_values: Tensor | int, x: Tensor) -> None:
+def require_two_values(num_values: Tensor | float, x: Tensor) -> None:
     """**Raises** F.batch_norm's ValueError if there is one value per channel over all ranks of the group.
 
     `num_values` is an int if the shape of x determines it: on one rank without a mask. Nothing is raised for a tensor
     that the host cannot read without waiting for a GPU (with several ranks a later call raises, see ranks/status.py),
     without breaking a compiled graph, or at all (a FakeTensor or a tensor of torch.func).
     """
-    number: object = num_values
     if isinstance(num_values, Tensor):
-        can_read = (
-            not is_compiling() and num_values.is_cpu and type(num_values) is Tensor and not is_wrapped(num_values)
-        )
-        number = num_values.item() if can_read else None
-    if number == 1:
+        if is_compiling() or not num_values.is_cpu or type(num_values) is not Tensor or is_wrapped(num_values):
+            return
+        num_values = num_values.item()
+    if num_values == 1:
         raise ValueError(
             f"{ONE_VALUE_PER_CHANNEL} (input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
         )

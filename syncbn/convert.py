@@ -1,15 +1,15 @@
 """Swaps the batch-norm layers of a model for synchronised ones and back, by swapping the class of each layer.
 
-The module object stays, with its parameters, buffers, hooks, attributes and training flag, and so do all references to
-it: a model may hold one layer at several places.
+A layer keeps its identity, parameters, buffers, hooks, attributes and training flag, so all references to it stay
+valid, also if a model holds one layer in several places.
 
-The synchronised class of one of torch's own BatchNorm classes is ours. For a subclass X a class is made that inherits
-from X first and then from ours, so that everything that X defines stays:
+nn.BatchNorm1d, 2d and 3d become SyncBatchNorm1d, 2d and 3d. For a subclass X a new class inherits from X first, so that
+everything that X defines stays in effect:
 
     SyncX -> X -> ... -> SyncBatchNorm2d -> SyncBatchNorm -> nn.BatchNorm2d -> ...
 
-X's `super().forward(...)` calls ours. If X calls F.batch_norm itself, the mode ReplaceBatchNormMode around its forward
-replaces each call that passes a tensor of the layer by the batch norm of all ranks.
+In X, `super().forward(...)` calls SyncBatchNorm.forward. If X calls F.batch_norm itself, `ReplaceBatchNormMode`
+replaces each call that passes a tensor of the layer by batch norm over all ranks.
 """
 
 import contextlib
@@ -49,43 +49,45 @@ Result = TypeVar("Result")
 # A layer, its new class and its new attributes.
 Change: TypeAlias = tuple[nn.Module, type[nn.Module], Mapping[str, object]]
 
-NEVER_CONVERTED = "these layers were built as syncbn layers and stay: build them as nn.BatchNorm1d, 2d or 3d"
-OVERRIDDEN = "a forward that was set on these layers hides their class's, and they stay: delete it and revert again"
-# What a layer loses in a revert, by its option.
+NEVER_CONVERTED = "these layers stay, because they were built as syncbn layers: build them as nn.BatchNorm1d, 2d or 3d"
+OVERRIDDEN = "these layers stay, because layer.forward was replaced: delete that attribute and revert again"
+# Warnings about options that nn.BatchNorm does not have.
 LOST_OPTIONS = {
-    "fuse_relu": "these layers have lost their relu: put an nn.ReLU behind each",
-    "channel_last": "these layers take the channels in dim 1 again",
+    "fuse_relu": "these layers have lost their relu: put an nn.ReLU after each",
+    "channel_last": "these layers take the channels in dim 1 again: permute their inputs and outputs",
 }
 
 
 def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, channel_last: bool = False) -> Model:
-    """Make each batch-norm layer of `model` a synchronised layer, in place, and return `model`.
+    """Make each batch-norm layer of `model` a synchronised layer, in place, and return `model`. The name is apex's.
 
-    The name is apex's. Only the class of a layer changes: nn.BatchNorm1d/2d/3d and nn.SyncBatchNorm become ours, a
-    subclass becomes a class that keeps its behaviour and gains synchronisation (see the top of convert.py), a
-    parametrization stays, a lazy layer is synchronised from its first forward.
-    Each synchronised layer of `model`, also one that was built so, gets its dotted name in `model`: errors call it by
-    this name, and ranks compare the names, so convert the same module on every rank. Converting again renews the names
-    and sets the group, if one is given, of layers that are synchronised already, and changes nothing else.
-    What cannot be converted is left alone and named in one warning, by class, with what to do: subclasses of
-    nn.SyncBatchNorm, scripted and exported layers, layers that have an attribute of a name that ours need or a forward
-    set on them (layer.forward = ...), other modules with running statistics of their own, modules whose class calls
-    F.batch_norm, and those that keep layers in plain lists or dicts.
+    Only the class of a layer changes. nn.BatchNorm1d, 2d and 3d become SyncBatchNorm1d, 2d and 3d, and nn.SyncBatchNorm
+    becomes SyncBatchNorm. The new class of a subclass keeps all that the subclass defines (see the top of convert.py).
+    Parametrizations stay. A lazy layer synchronises from its first forward on.
+
+    Each synchronised layer, including those that were built as SyncBatchNorm, stores its dotted name in `model`. Errors
+    contain the name, and ranks compare names, so convert the same module on every rank. Converting again updates the
+    names and, if `process_group` is not None, the groups of synchronised layers, and changes nothing else.
+
+    One warning lists, by class and with a remedy, what was not converted: subclasses of nn.SyncBatchNorm; scripted and
+    exported layers; layers with an attribute whose name syncbn uses, or whose forward was replaced (layer.forward =
+    ...); other modules that have running statistics; modules that call F.batch_norm, or that keep batch-norm layers in
+    plain lists or dicts.
 
     Args:
-        model: any module, also a single batch-norm layer. Convert before wrapping it:
+        model: any module, also a single batch-norm layer. Convert before wrapping:
             DistributedDataParallel(convert_syncbn_model(model)).
-        process_group: as in `SyncBatchNorm`. With an int, and torch.distributed initialised, a collective of ALL ranks
-            of the default group. None keeps the group that a layer already has, of nn.SyncBatchNorm or ours;
-            `layer.process_group = None` resets it.
-        channel_last: the layers' inputs have the channels in the last dim.
+        process_group: as in `SyncBatchNorm`. If an int is given and torch.distributed is initialised, the call is a
+            collective over ALL ranks of the default group. With None, layers keep the group of their nn.SyncBatchNorm
+            or SyncBatchNorm; `layer.process_group = None` resets it.
+        channel_last: the inputs of the converted layers have the channels in the last dim.
 
     Raises:
-        ValueError, TypeError: a bad `process_group`; not a module; `channel_last` with a lazy layer, which counts
-            channels in dim 1.
-        RuntimeError: a layer is wrapped by FSDP2.
+        TypeError: `model` is not a module; `process_group` has a wrong type.
+        ValueError: `process_group` is invalid; `channel_last` is given for a lazy layer, which infers C from dim 1.
+        RuntimeError: a layer is wrapped by FSDP2's fully_shard.
 
-    After an error the model is as it was.
+    An error leaves the model unchanged.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     >>> type(convert_syncbn_model(model)[1]).__name__
@@ -99,12 +101,12 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
         _require_no_fsdp(name, layer, "convert_syncbn_model")
         if channel_last and isinstance(layer, LazyModuleMixin):
             raise ValueError(f"{name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True")
-        # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
+        # An nn.SyncBatchNorm holds a ProcessGroup, which can be neither copied nor pickled; a GroupSpec can be both.
         new_spec = to_spec(vars(layer).get("process_group")) if spec is None else spec
         original = unparametrized_class(layer)
         added = {"_original_class": original, "_process_group": new_spec, "channel_last": channel_last}
         changes.append((layer, synchronised_class(original), added))
-    if others:  # before any change, as a warning may be made an error
+    if others:  # A warning may be turned into an error, so it comes before any change.
         warn(f"syncbn did not convert these layers: {describe_layers(others)}")
     make_groups(spec)
     synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
@@ -117,25 +119,26 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
 
 
 def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) -> Model:
-    """Give every layer that `convert_syncbn_model` converted its original class back, in place, and return `model`.
+    """Restore the original class of each layer that `convert_syncbn_model` converted, in place, and return `model`.
 
-    Statistics and parameters are those that training left. Layers that were built as syncbn layers have no original
-    class and stay. One warning names the layers that compute something else then, as they had `fuse_relu=True` or
-    `channel_last=True`, those that stay because a forward was set on them, and, with a `target`, others that stay.
+    Parameters and statistics stay. One warning lists the layers that were not reverted, because they were built as
+    syncbn layers and have no original class, or because their forward was replaced (layer.forward = ...); and the
+    layers that now compute something else, because they had `fuse_relu=True` or `channel_last=True`.
 
     Args:
         model: any module, also a single layer.
-        target: what each nn.SyncBatchNorm becomes, one that `convert_syncbn_model` has converted or that torch's
-            converter has made: nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d. It does not tell which it was, and
-            they differ in the inputs that they take; where a model has several, revert its parts one by one. None
-            leaves it an nn.SyncBatchNorm. Its subclasses stay.
+        target: nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d: the class for each nn.SyncBatchNorm, converted by
+            `convert_syncbn_model` or not. An nn.SyncBatchNorm does not record its original class, and the three classes
+            accept different numbers of dims; if a model needs several, revert its parts one by one. With None these
+            layers are nn.SyncBatchNorm again. Subclasses of nn.SyncBatchNorm stay.
 
     Raises:
-        ValueError, TypeError: another `target`; not a module.
-        RuntimeError: a layer is wrapped by FSDP2, or the process group of one that becomes an nn.SyncBatchNorm does not
-            exist.
+        TypeError: `model` is not a module.
+        ValueError: `target` is another class.
+        RuntimeError: a layer is wrapped by FSDP2's fully_shard; the process group of a layer that becomes an
+            nn.SyncBatchNorm does not exist.
 
-    After an error the model is as it was.
+    An error leaves the model unchanged.
 
     >>> model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     >>> type(revert_syncbn_model(model, nn.BatchNorm2d)[1]).__name__
@@ -145,13 +148,13 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
     if target not in (None, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
     changes: list[Change] = []
-    warnings: dict[str, list[str]] = {}  # what to warn of, and the layers
+    warnings: dict[str, list[str]] = {}  # The names of the layers that each text concerns.
     for name, layer in model.named_modules():
         new_class = vars(layer).get("_original_class", unparametrized_class(layer))
         if new_class is nn.SyncBatchNorm and target is not None:
             new_class = target
         if new_class is unparametrized_class(layer):
-            if target is not None and isinstance(layer, SyncBatchNorm):
+            if isinstance(layer, SyncBatchNorm):
                 warnings.setdefault(NEVER_CONVERTED, []).append(name)
             continue
         if "forward" in vars(layer):
@@ -160,9 +163,9 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
         _require_no_fsdp(name, layer, "revert_syncbn_model")
         if issubclass(new_class, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
             new_class = new_class.cls_to_become
-        # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
-        is_torchs = new_class is nn.SyncBatchNorm
-        changes.append((layer, new_class, {"process_group": to_torch(layer._process_group)} if is_torchs else {}))
+        # An nn.SyncBatchNorm holds a ProcessGroup. Its look-up may raise, so it comes before any change.
+        needs_group = new_class is nn.SyncBatchNorm
+        changes.append((layer, new_class, {"process_group": to_torch(layer._process_group)} if needs_group else {}))
         for option, lost in LOST_OPTIONS.items():
             if vars(layer).get(option):
                 warnings.setdefault(lost, []).append(name)
@@ -173,8 +176,8 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
 
 
 def _set_names(model: nn.Module) -> None:
-    """Note on each synchronised layer its dotted name in `model`, by which ranks compare their layers and errors call
-    it. What DistributedDataParallel and torch.compile add to names is left out; a single layer keeps its name."""
+    """Store in each synchronised layer its dotted name in `model`, without the parts that DistributedDataParallel and
+    torch.compile add. If `model` itself is a layer, it keeps its name."""
     root = model
     while isinstance(root, nn.parallel.DistributedDataParallel) or "_orig_mod" in root._modules:
         root = next(root.children())
@@ -185,11 +188,9 @@ def _set_names(model: nn.Module) -> None:
 
 
 def _apply(changes: list[Change]) -> None:
-    """Set the new class and attributes of each layer. A class that parametrize has put on top is made again on top of
-    the new class. After an error all layers are as they were.
-
-    The layer's __setattr__ is not called, as it may refuse.
-    """
+    """Set the new class and attributes of each layer, or of none if an error occurs. The class that parametrize creates
+    for a layer is created again, as a subclass of the new class. The layer's __setattr__, which may refuse, is not
+    called."""
     with contextlib.ExitStack() as undo:
         for layer, new_class, attributes in changes:
             undo.callback(_set, layer, type(layer), dict(vars(layer)))
@@ -208,8 +209,8 @@ def _set(layer: nn.Module, new_class: type[nn.Module], attributes: dict[str, obj
 
 
 def _require_no_fsdp(name: str, module: nn.Module, caller: str) -> None:
-    """**Raises** RuntimeError if fully_shard has given the module a class of its own."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and nobody can have wrapped a module without it
+    """**Raises** RuntimeError if fully_shard has wrapped the module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # The import is slow. Without it no module is wrapped.
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
         raise RuntimeError(f"{name!r} is already wrapped by fully_shard; call {caller} before fully_shard")
 
@@ -221,86 +222,85 @@ SYNC_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.SyncBatchNorm: SyncBatchNorm,
 }
 
-# What a warning says about the forward of a converted subclass that does not synchronise.
+# Warnings about the forward of a converted subclass that does not synchronise.
 NO_BATCH_NORM_CALL = (
-    "calls neither super().forward nor F.batch_norm. If it normalises by its batch, let it call one of them, or "
-    "syncbn.functional.sync_batch_norm."
+    "calls neither super().forward nor F.batch_norm. If it uses the statistics of the batch, let it call one of them, "
+    "or syncbn.functional.sync_batch_norm."
 )
 NO_LAYER_TENSOR = (
-    "calls F.batch_norm with none of the layer's weight, bias, running_mean and running_var. If that normalises by the "
-    "batch, let it pass one of them or a slice of one, not a copy such as weight.float(), or let it call "
+    "calls F.batch_norm with none of the layer's weight, bias, running_mean and running_var. If that call uses the "
+    "statistics of the batch, pass one of the four or a slice of it, not a copy such as weight.float(), or call "
     "syncbn.functional.sync_batch_norm."
 )
 
-_class_cache = dict(SYNC_CLASSES)  # and the classes made so far
+_class_cache = dict(SYNC_CLASSES)
 
 
 def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
-    """The class that an instance of `original` gets: a subclass of ours and, except for nn.SyncBatchNorm, of it."""
+    """Return the synchronised class for layers of class `original`, a subclass of SyncBatchNorm and (except for
+    nn.SyncBatchNorm) of `original`."""
     if original in _class_cache:
         return _class_cache[original]
     namespace = {"__doc__": original.__doc__, "__module__": original.__module__, "_syncbn_original": original}
     ours = next((SYNC_CLASSES[base] for base in original.__mro__ if base in SYNC_CLASSES), SyncBatchNorm)
     if issubclass(original, nn.modules.lazy.LazyModuleMixin) and original.cls_to_become is not None:
-        ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)  # after the first forward
+        ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)
     mixin = _SyncSubclass if original.forward is nn.BatchNorm1d.forward else _SyncSubclassWithForward
     _class_cache[original] = make_class(type(original), f"Sync{original.__name__}", (mixin, original, ours), namespace)
     return _class_cache[original]
 
 
 def make_class(metaclass: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
-    """Make a class without calling the metaclass, which may register each class or need arguments.
-
-    ABCMeta is the exception: it gives each class a cache for `isinstance`.
-    """
+    """Create a class without calling the metaclass, which may register each class or need arguments. ABCMeta.__new__ is
+    called, because it gives each class the cache that `isinstance` needs."""
     return (ABCMeta if issubclass(metaclass, ABCMeta) else type).__new__(metaclass, name, bases, namespace)
 
 
 class _SyncSubclass(SyncBatchNorm):
-    """Makes instances of a made class copyable and picklable: pickle cannot import a class made at run time."""
+    """The base of classes created at run time, which pickle cannot import: makes their instances copyable and
+    picklable."""
 
     _syncbn_original: type[nn.Module]
 
     def __init_subclass__(cls) -> None:
-        """Hide the original's hook, which may register each class or need arguments."""
+        """Hide the __init_subclass__ of the original, which may register each class or need arguments."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return _new_instance, (self._syncbn_original,), self.__getstate__()
 
 
 class _SyncSubclassWithForward(_SyncSubclass):
-    """Runs the original's forward, in which F.batch_norm normalises over all ranks."""
+    """The base for originals with a forward of their own, in which F.batch_norm is synchronised."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # One Proxy may stand for all arguments of the traced module.
+        # torch.fx may pass one Proxy as all arguments of the traced module.
         first = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
         if isinstance(first, Proxy):
             return inputs.create_leaf(self, first.tracer, args, kwargs)
-        self._current_options()  # forgets the layer's signature if a setting has changed
+        self._current_options()  # This resets the call site, and with it the signature, if a setting has changed.
         replaced = ReplaceBatchNormMode(self)
         if not self.training or is_compiling():
             with replaced:
                 return super().forward(*args, **kwargs)
-        attributes, outer = vars(self), layer_in_forward.set(self)
-        attributes["_synchronised_ranks"] = UNKNOWN_NUM_RANKS
+        vars(self)["_synchronised_ranks"] = UNKNOWN_NUM_RANKS
+        token = layer_in_forward.set(self)
         try:
             with replaced:
                 output = super().forward(*args, **kwargs)
         finally:
-            layer_in_forward.reset(outer)
+            layer_in_forward.reset(token)
         if self._synchronised_ranks != UNKNOWN_NUM_RANKS or replaced.saw_operators:
             return output
-        _, *parts = self.modules()
-        if not any(isinstance(part, SyncBatchNorm) for part in parts):  # which may have synchronised in its place
-            attributes["_synchronised_ranks"] = 1
+        if sum(isinstance(module, SyncBatchNorm) for module in self.modules()) == 1:  # No part can have synchronised.
+            vars(self)["_synchronised_ranks"] = 1
             _warn_on_several_ranks(self._syncbn_original.__qualname__, NO_BATCH_NORM_CALL, self._process_group)
         return output
 
 
 class ReplaceBatchNormMode(TorchFunctionMode):
-    """Within the context F.batch_norm normalises as in the forward of `layer`."""
+    """Replaces F.batch_norm by `_batch_norm` of `layer` inside the context."""
 
-    saw_operators = False  # a compiled part of the forward calls them, and leaves no note on the layer
+    saw_operators = False  # True after compiled code has run: it calls operators and sets no `_synchronised_ranks`.
 
     def __init__(self, layer: _SyncSubclass) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class ReplaceBatchNormMode(TorchFunctionMode):
     ) -> Result | Tensor:  # fmt: skip
         if func is nn.functional.batch_norm:
             return _batch_norm(self.layer, *args, **(kwargs or {}))
-        if isinstance(func, OPERATORS) and not is_compiling():  # a graph may not set attributes
+        if isinstance(func, OPERATORS) and not is_compiling():  # A graph must not set attributes.
             self.saw_operators = True
         return func(*args, **(kwargs or {}))
 
@@ -322,7 +322,8 @@ def _batch_norm(
     weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """F.batch_norm in the forward of `layer`: in training over all ranks of its group, if the call belongs to it."""
+    """Replace a call of F.batch_norm in the forward of `layer`: in training, synchronise if the call belongs to the
+    layer."""
     tensors = Tensors(input, None, weight, bias, running_mean, running_var)
     options = Options(momentum, eps, process_group=layer._process_group)
     try:
@@ -335,7 +336,7 @@ def _batch_norm(
             vars(layer)["_synchronised_ranks"] = layer._synchronised_ranks or 1
         try:
             return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        except RuntimeError:  # torch's, which may say neither values nor remedy
+        except RuntimeError:  # The error of torch may contain neither values nor a remedy.
             check(tensors, options, layer)
             raise
     except (RuntimeError, TypeError, ValueError) as error:
@@ -349,15 +350,16 @@ def _belongs_to_layer(layer: SyncBatchNorm, tensors: Tensors) -> bool:
 
     Shapes must not decide, because they differ between ranks: instance norm of one sample has the layer's channels.
     """
-    held = [name for name in PER_CHANNEL_NAMES if not hasattr(type(layer), name)]  # a parametrization makes a property
-    own = [tensor for name in held if isinstance(tensor := getattr(layer, name, None), Tensor)]
+    # A parametrized tensor is a property of the class, which computes a new tensor at each access.
+    names = [name for name in PER_CHANNEL_NAMES if not hasattr(type(layer), name)]
+    own = [tensor for name in names if isinstance(tensor := getattr(layer, name, None), Tensor)]
     passed = [tensor for tensor in tensors.per_channel().values() if isinstance(tensor, Tensor)]
     return not own or any(have_same_base(tensor, other) for tensor in passed for other in own)
 
 
 @constant_in_graphs
 def _warn_on_several_ranks(kind: str, problem: str, spec: GroupSpec) -> None:
-    """Warn once if several ranks would synchronise the layer."""
+    """Warn once that `kind`, the name of a class, does not synchronise, if its group has several ranks."""
     if size(spec) > 1:
         warn_once(f"syncbn is not synchronising: {kind}.forward {problem}")
 

@@ -49,11 +49,6 @@ from syncbn.torch_internals import (
 StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # the arguments of a Function that are not tensors
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual
 
-TRANSFORM_ERROR = (
-    "torch.func.vmap, forward mode (jvp) and is_grads_batched=True are not supported over several ranks; loop over "
-    "samples or gradients, use torch.autograd.functional, or set process_group=1"
-)
-
 
 def train(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, Tensor]:
     """Return y and the statistics, as `train` of step.py."""
@@ -119,7 +114,7 @@ def fallback_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others
 
     Tensor subclasses, exported programs, vmap and forward mode (for which operators have no rules) get torch
     operations. All other calls get the operators if there are kernels. This includes compiled graphs, because the code
-    that Inductor generates from torch operations takes 2 to 12 times as long on CPUs (docs/tried.md).
+    that Inductor generates from torch operations takes 2 to 12 times as long on CPUs.
 
     Operators have no gradient, so they must run inside an autograd Function. `apply_function` skips the Function when
     no tensor requires grad, but inside torch.func Dynamo does not know whether one does. A graph therefore gets torch
@@ -287,7 +282,10 @@ def sum_over_ranks(sums: Tensor, reduction: Reduction, pass_name: str, num_value
         trailer = -TRAILER_ELEMENTS
         sums = torch.cat((sums[:trailer], num_values.double().view(1), sums[trailer + 1 :]))
     if reduction.group is not None and is_transformed(sums):
-        raise RuntimeError(TRANSFORM_ERROR)
+        raise RuntimeError(
+            "torch.func.vmap, forward mode (jvp) and is_grads_batched=True are not supported over several ranks; loop "
+            "over samples or gradients, use torch.autograd.functional, or set process_group=1"
+        )
     if reduction.group is None or is_compiling() or not torch.is_grad_enabled():
         return reduction.sign_and_all_reduce(sums, pass_name)
     result = _SumOverRanks.apply(sums[:-SIGNATURE_ELEMENTS], reduction, pass_name)  # type: ignore[no-untyped-call]
@@ -412,5 +410,5 @@ def _likely_channels(tensors: Tensors, options: Options) -> int | None:
 
 def _device_of(tensors: Tensors) -> torch.device:
     """Return the device of the first argument that is a tensor."""
-    candidates = *tensors.per_channel().values(), tensors.input
-    return next((tensor.device for tensor in candidates if isinstance(tensor, Tensor)), torch.device("cpu"))
+    arguments = *tensors.per_channel().values(), tensors.input
+    return next((tensor.device for tensor in arguments if isinstance(tensor, Tensor)), torch.device("cpu"))

@@ -92,29 +92,24 @@ def apply_mask(tensors: Tensors, channel_dim: int) -> tuple[Tensors, OutputWrapp
     that sets the output to 0 there. The gradients there become 0 too. **Raises** as `check_mask`."""
     if tensors.mask is None:
         return tensors, identity
-    mask = expand_mask(tensors.mask, tensors.input, channel_dim)
-    masked = tensors._replace(input=torch.where(mask, tensors.input, 0), mask=None, num_values=mask.sum())
-    return masked, lambda output: torch.where(mask, output, 0)
-
-
-def expand_mask(mask: Tensor, x: Tensor, channel_dim: int) -> Tensor:
-    """Return a view of the mask in the shape of x, with one channel. **Raises** as `check_mask`."""
+    x, mask = tensors.input, tensors.mask
     check_mask(mask, x, channel_dim)
     if mask.ndim == 1:
         mask = mask.view(-1, *(1,) * (x.ndim - 2))
     shape = list(x.shape)
     shape[channel_dim] = 1
-    return mask.unsqueeze(channel_dim % x.ndim).expand(shape)
+    mask = mask.unsqueeze(channel_dim % x.ndim).expand(shape)
+    masked = tensors._replace(input=torch.where(mask, x, 0), mask=None, num_values=mask.sum())
+    return masked, lambda output: torch.where(mask, output, 0)
 
 
 def make_dense(tensors: Tensors, options: Options) -> Tensors:
     """Return the tensors with x and z non-overlapping and dense in one layout. A z of floats gets the dtype of x."""
-    x, z = tensors.input, tensors.z
-    if not is_compiling():  # In a graph this would only add an operator.
-        x = x.resolve_neg()
+    resolve_neg = identity if is_compiling() else Tensor.resolve_neg  # In a graph this would only add an operator.
+    x, z = resolve_neg(tensors.input), tensors.z
     layout = Layout.of(x, options.channel_dim)
     if z is not None and z.dtype in SUPPORTED_DTYPES:
-        z = layout.dense(z.to(x.dtype) if is_compiling() else z.resolve_neg().to(x.dtype))
+        z = layout.dense(resolve_neg(z).to(x.dtype))
     return tensors._replace(input=layout.dense(x), z=z)
 
 

@@ -1,5 +1,5 @@
-"""Finds the modules of a model that a conversion leaves, says what to do about each, and summarises those that it
-has made."""
+"""Finds batch norm that a conversion does not cover, with a remedy for each module, and summarises synchronised
+layers."""
 
 import ast
 import inspect
@@ -21,39 +21,35 @@ from syncbn.ranks import groups
 from syncbn.texts import quote_path
 from syncbn.torch_internals import is_compiled
 
-# Attributes that a conversion gives to a layer and a revert takes away: among them all that our class annotates.
-# process_group, a property of ours, is an attribute of an nn.SyncBatchNorm.
+# Attributes that a conversion or revert removes from a layer before it sets new ones. process_group is one of them,
+# because nn.SyncBatchNorm has an attribute of this name, and SyncBatchNorm a property.
 ADDED_ATTRIBUTES = "process_group", "_original_class", *SyncBatchNorm.__annotations__
 
-# What to do about a layer; `_remedy` has more.
+# Remedies, by the state of a layer; `_remedy` has two more.
 CONVERTIBLE = "call syncbn.convert_syncbn_model(model)"
-CUSTOM = "may normalise by its batch; if so, let its forward call syncbn.functional.sync_batch_norm"
-EXPORTED = "a part of a scripted or exported model, convert before torch.jit or torch.export"
-CALLS_FUNCTION = (
-    "may normalise by its batch, by F.batch_norm; if so, call syncbn.functional.sync_batch_norm in its place"
-)
+CUSTOM = "may use the statistics of its batch; if so, let its forward call syncbn.functional.sync_batch_norm"
+EXPORTED = "is part of a scripted or exported model; convert before torch.jit or torch.export"
+CALLS_FUNCTION = "may call F.batch_norm in training; if so, call syncbn.functional.sync_batch_norm instead"
 UNREGISTERED = "keeps batch norm in a plain list or dict, where no conversion finds it; use nn.ModuleList or ModuleDict"
-OVERRIDDEN = (
-    "a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a subclass"
-)
+OVERRIDDEN = "its forward was replaced; convert before layer.forward = ..., or define the forward in a subclass"
 
-MAX_NAMED = 3  # layers of a class that are named
-MAX_INSPECTED = 100  # elements of a list or dict: it may hold a data set
-PREFIXES = "", "F.", "functional.", "nn.functional.", "torch.nn.functional.", "torch."  # of a call of batch_norm
-TRAINING_INDEX = 5  # the position of the argument `training` of F.batch_norm and torch.batch_norm
+MAX_NAMED = 3  # Names per class in a text.
+MAX_INSPECTED = 100  # Elements per list or dict, which may hold a data set.
+PREFIXES = "", "F.", "functional.", "nn.functional.", "torch.nn.functional.", "torch."  # Of a call of batch_norm.
+TRAINING_INDEX = 5  # Position of the argument `training` of F.batch_norm and torch.batch_norm.
 # Raised for a method that has no source or wraps itself, and for source that is incomplete or nested too deeply.
 SOURCE_ERRORS = OSError, SyntaxError, TokenError, ValueError, RecursionError, MemoryError
 
 BYTES_PER_ELEMENT = 8  # float64
-BY_TORCH = "synchronised by torch's nn.SyncBatchNorm, on GPUs alone"
+BY_TORCH = "synchronised by torch's nn.SyncBatchNorm, on GPUs only"
 
 
 class LocalLayer(NamedTuple):
     """A layer that may normalise each rank's batch alone."""
 
-    name: str  # in the model
+    name: str  # The dotted name in the model.
     layer: nn.Module
-    remedy: str  # CONVERT where it can be converted
+    remedy: str  # CONVERTIBLE if `convert_syncbn_model` can convert the layer.
 
 
 def check_module(model: nn.Module) -> None:
@@ -63,12 +59,12 @@ def check_module(model: nn.Module) -> None:
 
 
 def unparametrized_class(layer: nn.Module) -> type[nn.Module]:
-    """The layer's class, below the one that torch.nn.utils.parametrize makes for each layer."""
+    """Return the class of the layer, or its base if torch.nn.utils.parametrize has created the class."""
     return type(layer).__bases__[0] if nn.utils.parametrize.is_parametrized(layer) else type(layer)
 
 
 def unsynchronised(model: nn.Module) -> list[LocalLayer]:
-    """The layers of `model` that may normalise each rank's batch alone."""
+    """Return the layers of `model` that may normalise each rank's batch alone."""
     modules = set(model.modules())
     calling = {kind for kind in {type(module) for module in modules} if calls_batch_norm(kind)}
     layers: list[LocalLayer] = []
@@ -89,8 +85,8 @@ def unsynchronised(model: nn.Module) -> list[LocalLayer]:
 
 
 def calls_batch_norm(kind: type) -> bool:
-    """Whether the source of a method of the class, which may be inherited, calls torch's batch norm by one of its usual
-    names, other than with training=False. A method without source, or of torch or syncbn, is left out."""
+    """Return whether the source of a method, which may be inherited, calls torch's batch norm by a usual name, and not
+    with training=False. Methods of torch and syncbn, and methods without source, are skipped."""
     values = [value for base in kind.__mro__ for value in vars(base).values()]
     return any(
         _calls_in_training(value) for value in values if isinstance(value, (FunctionType, staticmethod, classmethod))
@@ -103,7 +99,7 @@ def _calls_in_training(method: Any) -> bool:
         package = str(function.__module__).partition(".")[0]
         if package in ("torch", "syncbn") or not _names_batch_norm(function.__code__):  # Reading source is slow.
             return False
-        # textwrap.dedent would leave a method indented if a comment in it is not.
+        # textwrap.dedent does not dedent a method that contains a comment at the start of a line.
         source = textwrap.indent(inspect.getsource(function), " ")
         return any(map(_is_call_in_training, ast.walk(ast.parse(f"if True:\n{source}"))))
     except SOURCE_ERRORS:
@@ -126,9 +122,9 @@ def _is_call_in_training(node: ast.AST) -> bool:
 
 
 def _unregistered_modules(module: nn.Module) -> list[nn.Module]:
-    """The modules in the lists, tuples and dicts that are attributes of `module`, and all modules within those, without
-    nn.SyncBatchNorm."""
-    # Not of a subclass of dict, in which Lightning copies a module's arguments.
+    """Return the modules, except nn.SyncBatchNorm, in lists, tuples and dicts that are attributes of `module`, and the
+    modules inside of those."""
+    # Subclasses of dict are skipped: Lightning keeps a copy of a module's arguments in one.
     values = [value for value in vars(module).values() if type(value) in (list, tuple, dict)]
     items = [
         item for value in values for item in islice(value.values() if isinstance(value, dict) else value, MAX_INSPECTED)
@@ -138,27 +134,27 @@ def _unregistered_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def _remedy(module: nn.Module) -> str | None:
-    """What to do about a module that may normalise each rank's batch alone; None for any other."""
+    """Return the remedy for a module that may normalise each rank's batch alone; None for any other module."""
     if isinstance(module, (SyncBatchNorm, nn.modules.instancenorm._InstanceNorm)):
         return None
     if not isinstance(module, _BatchNorm):
         buffers = {name for name, _ in module.named_buffers(recurse=False)}
-        # A module whose weight is a buffer too is a frozen batch norm, which needs no synchronisation.
+        # A module whose weight is a buffer is a frozen batch norm, which needs no synchronisation.
         if not {"running_mean", "running_var"} & buffers or "weight" in buffers:
             return None
         return EXPORTED if type(module).__module__.startswith("torch.") else CUSTOM
     original = unparametrized_class(module)
     if original is not nn.SyncBatchNorm:
         if issubclass(original, nn.SyncBatchNorm):
-            return "a subclass of nn.SyncBatchNorm communicates by itself, derive it from nn.BatchNorm1d, 2d or 3d"
+            return "nn.SyncBatchNorm, its base, does its own communication; derive it from nn.BatchNorm1d, 2d or 3d"
         taken = [name for name in ADDED_ATTRIBUTES if hasattr(module, name)]
         if taken:
-            return f"has attributes that ours need, rename {', '.join(taken)}"
+            return f"has attributes whose names syncbn uses; rename {', '.join(taken)}"
     return OVERRIDDEN if "forward" in vars(module) else CONVERTIBLE
 
 
 def describe_layers(layers: list[LocalLayer]) -> str:
-    """For each class and remedy: how many layers there are, the names of the first, and the remedy."""
+    """Return, for each class and remedy, the number of layers, the first names, and the remedy."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, layer, remedy in layers:
         names.setdefault((unparametrized_class(layer).__name__, remedy), []).append(name)
@@ -168,28 +164,28 @@ def describe_layers(layers: list[LocalLayer]) -> str:
 
 
 def shorten_names(names: list[str]) -> str:
-    """The first of these layers' names, with "..." for the others."""
-    return ", ".join(
-        [quote_path(name) or "the model" for name in names[:MAX_NAMED]] + ["..."] * (len(names) > MAX_NAMED)
-    )
+    """Return the first names, with "..." for the others."""
+    shown = [quote_path(name) or "the model" for name in names[:MAX_NAMED]]
+    return ", ".join(shown + ["..."] * (len(names) > MAX_NAMED))
 
 
 class LayerSummary(NamedTuple):
-    """One synchronised layer. Its fields are the columns of the table, in order."""
+    """A synchronised layer: one row of the table. The fields are the columns."""
 
-    layer: str  # name in the model
-    kind: str  # class
+    layer: str  # Dotted name in the model.
+    kind: str  # Name of the class.
     channels: int  # C
-    group_size: int  # ranks; 1 without a process group
-    forward_bytes: int  # the payload of a training step: 8 * (2C + 4); 0 in a group of one
-    backward_bytes: int  # the same
-    last_step: str  # whether the last training step in eager mode synchronised
+    group_size: int  # Number of ranks; 1 without a process group.
+    forward_bytes: int  # Payload of a training step in bytes: 8 * (2C + 4), or 0 in a group of one rank.
+    backward_bytes: int  # As forward_bytes.
+    last_step: str  # Whether the last training step synchronised; see `summary`.
 
 
 class Summary(tuple[LayerSummary, ...]):
-    """The rows that `summary` returns; printed, a table with a line of totals, `others` and one about the kernels."""
+    """The rows that `summary` returns; as text, a table with a row of totals, then `others` and the kernels in use."""
 
-    others: tuple[str, ...] = ()  # a line for those that are not synchronised and one for torch's, with what to do
+    # Up to two lines with remedies: about layers that are not synchronised, and about those of nn.SyncBatchNorm.
+    others: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         if not self:
@@ -201,16 +197,19 @@ class Summary(tuple[LayerSummary, ...]):
 
 
 def summary(model: nn.Module) -> Summary:
-    """A printable table of the synchronised layers of `model`, one row a layer. Communicates nothing.
+    """Return a printable table of the synchronised layers of `model`, one row per layer. Does not communicate.
 
-    Columns: name; class; channels; number of ranks in its group; bytes of the payload of a training step, forward and
-        backward (a small group of gloo sends it to each other rank, docs/scaling.md); and whether the layer really
-        synchronised in its last training step, and over how many ranks. The last is recorded in eager mode only: for a
-        layer in a compiled module, if that is `model` or inside it, the column says "compiled"; for a layer that has
-        counted batches without a record, as in a compiled function or before it was converted, copied or loaded, "not
-        known"; for one that has counted none, "none yet". Lines below name the batch norm of the model that is not
-        synchronised, as another converter may have made it since, and what torch's nn.SyncBatchNorm synchronises, with
-        what to do.
+    Columns: dotted name; class; channels C; number of ranks in the group; payload in bytes of a training step, forward
+    and backward (a small group of gloo sends as much to each other rank, docs/performance.md); the last training step:
+
+        synchronised over N ranks, not synchronised   as recorded in eager mode
+        compiled    the layer is in a compiled module, which records nothing
+        not known   no record, but the layer has counted batches: in a compiled function, or before it was converted,
+                    copied or loaded
+        none yet    no record, and the layer has counted no batches
+
+    Lines below the table list, with remedies, the layers of the model that are not synchronised and those that
+    nn.SyncBatchNorm synchronises; another converter may have added them.
 
     **Raises** TypeError unless `model` is a module.
     """
@@ -218,7 +217,7 @@ def summary(model: nn.Module) -> Summary:
     compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
     rows = Summary(_row(name or "(the model)", layer, layer in compiled) for name, layer in layers.items())
-    # A layer that normalises by itself may call ours, and a frozen layer normalises by its running statistics.
+    # In a converted model a CUSTOM module may call syncbn.functional, and a layer in evaluation mode is frozen.
     others = [row for row in unsynchronised(model) if not rows or (row.remedy != CUSTOM and row.layer.training)]
     local = [row for row in others if not isinstance(row.layer, nn.SyncBatchNorm)]
     parts = ("not synchronised", local), (BY_TORCH, [row for row in others if row not in local])
@@ -235,8 +234,7 @@ def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
 
 
 def _last_eager_step(layer: SyncBatchNorm) -> str:
-    """What is known of the layer's last eager step. Without one since it was converted, copied or loaded the layer may
-    have counted batches, in compiled graphs or before."""
+    """Return the last column of `summary` for a layer that is not in a compiled module."""
     num_ranks, counter = layer._synchronised_ranks, layer.num_batches_tracked
     if num_ranks is None:
         has_trained = counter is not None and not counter.is_meta and int(counter) > 0
@@ -247,8 +245,8 @@ def _last_eager_step(layer: SyncBatchNorm) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]], footer: Sequence[object] = ()) -> str:
-    """The header, a line for each row, and the footer, between rules. Columns are as wide as their longest text,
-    whatever the terminal's width, so that nothing is cut."""
+    """Return the header, a line per row, and the footer, between rules. Columns are as wide as their longest text, so
+    that nothing is cut, whatever the width of the terminal."""
     texts = [tuple(map(str, row)) for row in (header, *rows, footer) if row]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in texts]

@@ -104,13 +104,14 @@ def test_what_is_left_alone_is_named_in_one_warning() -> None:
     classes = {name: type(module) for name, module in model.items()}
     assert re.fullmatch(
         r"syncbn did not convert these layers: 1 SubclassOfSyncBatchNorm \(a\): .* derive it from .*; "
-        r"1 BatchNormAct2d \(b\): .* rename channel_last; 1 \w*Module \(c\): a part of a scripted .*; "
-        r"2 HeteroBatchNorm \(d, e\.0\): may normalise by its batch; if so, let its forward call .*; "
-        r"1 \w*Module \(exported\.0\): a part of a scripted or exported model, convert before .*; "
-        r"1 \w*Module \(unflattened\.0\): a part of a scripted or exported model, .*",
+        r"1 BatchNormAct2d \(b\): .* rename channel_last; 1 \w*Module \(c\): is part of a scripted .*; "
+        r"2 HeteroBatchNorm \(d, e\.0\): may use the statistics of its batch; if so, let its forward call .*; "
+        r"1 \w*Module \(exported\.0\): is part of a scripted or exported model; convert before .*; "
+        r"1 \w*Module \(unflattened\.0\): is part of a scripted or exported model; .*",
         warning_of(model),
     )
-    syncbn.revert_syncbn_model(model)
+    with pytest.warns(UserWarning, match=r"^syncbn: these layers stay, because they were built as .* \(built\)$"):
+        syncbn.revert_syncbn_model(model)
     assert {name: type(module) for name, module in model.items()} == classes | {"plain": nn.BatchNorm2d}
     assert model["b"].channel_last == "mine"
 
@@ -201,7 +202,7 @@ def test_a_conversion_makes_classes_without_the_hooks_of_users(kind: type[nn.Mod
     layer = syncbn.convert_syncbn_model(copy.deepcopy(plain))
     made, x = type(layer), torch.randn(4, 3, 2, 2)
     assert (type(made), made.__name__) == (type(kind), f"Sync{kind.__name__}")
-    assert issubclass(kind, kind)  # which an ABCMeta notes
+    assert issubclass(kind, kind)  # which an ABCMeta caches
     assert (isinstance(layer, kind), isinstance(layer, made), isinstance(plain, made)) == (True, True, False)
     torch.testing.assert_close(pickle.loads(pickle.dumps(layer))(x), plain(x))
     assert type(syncbn.revert_syncbn_model(layer)) is kind
@@ -231,7 +232,8 @@ def test_a_layer_that_refuses_attributes_is_converted_trained_and_reverted() -> 
     assert [layer.process_group for layer in model] == [1, 1, 1]
     model(torch.randn(4, 3, 2, 2))
     assert [row.last_step for row in syncbn.summary(model)] == ["not synchronised"] * 3
-    syncbn.revert_syncbn_model(model)
+    with pytest.warns(UserWarning, match=r"^syncbn: these layers stay, because they were built as .* \(layer '2'\)$"):
+        syncbn.revert_syncbn_model(model)
     assert [type(layer) for layer in model] == [nn.BatchNorm2d, RefusesAttributes, syncbn.SyncBatchNorm]
 
 
@@ -257,7 +259,7 @@ def test_an_error_leaves_the_model_as_it_was(layer: nn.Module, error: tuple[type
     assert [(type(one), vars(one)) for one in model] == before
 
 
-HIDDEN = "a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a subclass"
+OVERRIDDEN = "its forward was replaced; convert before layer.forward = ..., or define the forward in a subclass"
 
 
 def wrap(layer: nn.Module) -> None:
@@ -269,13 +271,13 @@ def test_a_layer_whose_forward_was_set_is_left_alone_and_named(kind: type[nn.Mod
     """It would normalise by the old class, without a word."""
     model = nn.Sequential(kind(3), nn.BatchNorm2d(3))
     wrap(model[0])
-    named = f": 1 {kind.__name__} (layer '0'): {HIDDEN}"
+    named = f": 1 {kind.__name__} (layer '0'): {OVERRIDDEN}"
     assert warning_of(model) == f"syncbn did not convert these layers{named}"
     assert [type(layer) for layer in model] == [kind, syncbn.SyncBatchNorm2d]
     assert named in str(syncbn.summary(model))
     model[0] = syncbn.convert_syncbn_model(nn.BatchNorm2d(3))
     wrap(model[1])
-    expected = r"^syncbn: a forward .* they stay: delete it and revert again \(layer '1'\)$"
+    expected = r"^syncbn: these layers stay, because layer.forward was replaced: delete .* revert again \(layer '1'\)$"
     with pytest.warns(UserWarning, match=expected):
         syncbn.revert_syncbn_model(model)
     model(torch.randn(4, 3, 2, 2))
@@ -336,18 +338,19 @@ def test_what_torchs_converter_made_becomes_the_class_that_the_user_says(
 def test_a_target_concerns_torchs_synchronised_layers_alone() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), SubclassOfSyncBatchNorm(3), syncbn.SyncBatchNorm(3), nn.SyncBatchNorm(3))
     syncbn.convert_syncbn_model(model[0])
-    with pytest.warns(UserWarning, match=r"^syncbn: these layers were built as .* build them as .* \(layer '2'\)$"):
-        syncbn.revert_syncbn_model(model, nn.BatchNorm2d)
-    kinds = [type(layer) for layer in syncbn.revert_syncbn_model(model)]  # the target None changes nothing more
-    assert kinds == [nn.BatchNorm1d, SubclassOfSyncBatchNorm, syncbn.SyncBatchNorm, nn.BatchNorm2d]
+    for target in (nn.BatchNorm2d, None):  # None changes nothing more; a layer that was never converted is always named
+        with pytest.warns(UserWarning, match=r"^syncbn: these layers stay, .* build them as .* \(layer '2'\)$"):
+            syncbn.revert_syncbn_model(model, target)
+        kinds = [type(layer) for layer in model]
+        assert kinds == [nn.BatchNorm1d, SubclassOfSyncBatchNorm, syncbn.SyncBatchNorm, nn.BatchNorm2d]
 
 
 def test_summary_says_what_is_not_ours() -> None:
     model = nn.ModuleDict({"a": nn.BatchNorm2d(3), "b": nn.SyncBatchNorm(3), "c": HeteroBatchNorm()})
     assert str(syncbn.summary(model)) == (
         "not synchronised: 1 BatchNorm2d (a): call syncbn.convert_syncbn_model(model); 1 HeteroBatchNorm (c): "
-        "may normalise by its batch; if so, let its forward call syncbn.functional.sync_batch_norm\n"
-        "synchronised by torch's nn.SyncBatchNorm, on GPUs alone: 1 SyncBatchNorm (b): call "
+        "may use the statistics of its batch; if so, let its forward call syncbn.functional.sync_batch_norm\n"
+        "synchronised by torch's nn.SyncBatchNorm, on GPUs only: 1 SyncBatchNorm (b): call "
         "syncbn.convert_syncbn_model(model)"
     )
     assert syncbn.summary(model) == ()
@@ -356,7 +359,7 @@ def test_summary_says_what_is_not_ours() -> None:
 
 
 def test_summary_names_layers_that_another_converter_has_made_local() -> None:
-    """Also beside synchronised ones; but no layer that normalises by itself, whose forward may call ours."""
+    """Also if others are synchronised; but no layer that normalises by itself, as its forward may call syncbn."""
     model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3), HeteroBatchNorm())
     with pytest.warns(UserWarning, match="1 HeteroBatchNorm"):
         syncbn.convert_syncbn_model(model)
@@ -375,7 +378,9 @@ def test_summary_names_layers_that_another_converter_has_made_local() -> None:
 def test_a_revert_names_the_layers_that_compute_something_else() -> None:
     model = syncbn.convert_syncbn_model(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(3))))
     model[1].fuse_relu = model[2].channel_last = True
-    expected = r"put an nn.ReLU behind each \(layer '1'\); these layers take the channels in dim 1 again \(layer '2'\)$"
+    expected = (
+        r"put an nn.ReLU after each \(layer '1'\); these layers take the channels in dim 1 again: .* \(layer '2'\)$"
+    )
     with pytest.warns(UserWarning, match=expected):
         syncbn.revert_syncbn_model(model)
     assert all(type(layer) is nn.BatchNorm1d for layer in model)

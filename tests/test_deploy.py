@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from torch import Tensor, nn
 from torch.ao import quantization
+from torch.ao.quantization import quantize_fx
 
 import syncbn
 
@@ -28,6 +29,20 @@ X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 def converted(training: bool, layer: nn.Module | None = None) -> nn.Sequential:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), layer or nn.BatchNorm2d(4), nn.ReLU()).train(training)
     return syncbn.convert_syncbn_model(model)
+
+
+def prepare_qat(model: nn.Module) -> nn.Module:
+    return quantize_fx.prepare_qat_fx(model, quantization.get_default_qat_qconfig_mapping(), (X,))
+
+
+def test_fusion_of_graphs() -> None:
+    """It leaves the layers of a converted model, and fuses those of a reverted one."""
+    from torch.fx.experimental import optimization  # which warns when it is imported
+
+    for fuse, training in ((optimization.fuse, False), (quantize_fx.fuse_fx, False), (prepare_qat, True)):
+        assert isinstance(fuse(converted(training)).get_submodule("1"), syncbn.SyncBatchNorm2d)
+        fused = fuse(syncbn.revert_syncbn_model(converted(training)))
+        assert not any(type(module) is nn.BatchNorm2d for module in fused.children())
 
 
 def test_eager_quantisation() -> None:

@@ -44,7 +44,7 @@ def test_promises_of_the_table(capability: int, shape: str) -> None:
 def launches_of_a_step(
     capability: int, x: Tensor, parameter: torch.dtype, *, affine: bool = True, residual: bool = True
 ) -> dict[str, list[gpu_static.Launch]]:
-    """Those of each call of forward and backward: affine ones with a relu and, unless told, with a residual."""
+    """Those of each call of forward and backward: affine ones with a relu and, by default, with a residual."""
     weight = x.new_empty(x.shape[1], dtype=parameter) if affine else None
     z, dtype, running = x if affine and residual else None, parameter if affine else None, x.new_empty(x.shape[1])
     of_both = Layout.of(x, 1), x.dtype, x.device
@@ -78,7 +78,7 @@ def launches_of_a_step(
         ((64, 64, 3136), 90, torch.bfloat16, torch.float32, True),
         ((1, 1, 1), 90, torch.bfloat16, torch.float32, True),
         ((4, 8, 25), 90, torch.float64, torch.float64, True),
-        ((100352, 64), 90, torch.float32, torch.float32, False),  # tells from x where a relu let values pass
+        ((100352, 64), 90, torch.float32, torch.float32, False),  # finds the mask of the relu in x
         ((32, 2048, 49), 90, torch.float32, torch.float32, False),
     ],
     ids=str,

@@ -26,8 +26,8 @@ from syncbn.statistics import from_sums, unpack, update_buffers
 
 ALL_OPTIONS = [
     (5, 2, 49),  # a run just longer than the shortest
-    (300, 17, 1),  # channels innermost, short rows, some left behind the long ones
-    (35, 130, 1),  # long rows, two columns behind whole vectors
+    (300, 17, 1),  # channels innermost; short rows, some of them left over after the long ones
+    (35, 130, 1),  # long rows, two columns left over after the whole vectors
 ]
 SIZES = [
     *ALL_OPTIONS,
@@ -37,8 +37,8 @@ SIZES = [
     (1, 1, 1),
     (2, 5, 1000),
     (150, 2, 37),  # several parts of a sum
-    (9, 112, 1),  # wide rows, some columns behind them
-    (9, 256, 1),  # two wide rows beside each other
+    (9, 112, 1),  # wide rows, some columns left over
+    (9, 256, 1),  # two wide rows next to each other
     (0, 3, 4),  # an empty rank
     (3, 2, 0),
     (3, 0, 2),
@@ -259,7 +259,7 @@ def test_every_16_bit_number(kernels: ModuleType, dtype: torch.dtype) -> None:
 def test_squares_of_16_bits_lose_nothing(
     kernels: ModuleType, dtype: torch.dtype, large: int, sizes: tuple[int, int, int]
 ) -> None:
-    """Beside a mean of many standard deviations the variance is what little the squares differ by."""
+    """With a mean of many standard deviations, the variance is a small difference of large squares."""
     torch.manual_seed(0)
     x = torch.randint(large, large + 2, sizes).to(dtype)
     sums = forward(kernels, x)[0]
@@ -271,7 +271,7 @@ def test_squares_of_16_bits_lose_nothing(
 
 
 @pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000), (40, 5000, 1)], ids=str)
-def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
     if kernels in (reference, reference.Chunked):
         pytest.skip("torch's sums depend on the number of threads")
     if truncates(kernels) and math.prod(sizes) > 100_000:
@@ -298,9 +298,9 @@ def test_accuracy(kernels: ModuleType, case: str) -> None:
 
 @all_dtypes
 @pytest.mark.parametrize("sizes", [(3, 2, 67), (35, 13, 1)], ids=str)
-def test_values_between_their_places(kernels: ModuleType, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
-    """As from a file, they begin one byte behind a multiple of their size. (Where a processor allows that anyway, only
-    scripts/sanitize.sh sees whether the program may.)"""
+def test_unaligned_tensors(kernels: ModuleType, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    """Their data begins one byte after a multiple of the element size, as in a file. (Where the processor allows such
+    accesses, only scripts/sanitize.sh notices one that C++ does not allow.)"""
     if torch.get_default_device().type != "cpu":
         pytest.skip("torch.frombuffer is for CPUs")
 
@@ -370,9 +370,9 @@ def update(kernels: ModuleType, sums: Tensor, mean: Tensor, var: Tensor, *counte
 
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @all_dtypes
-def test_running_stats_have_the_bits_of_torch(kernels: ModuleType, dtype: torch.dtype, momentum: float | None) -> None:
-    """The fallback updates by torch operations, and buffers must be the same on ranks of either path. n = 1 leaves the
-    variance as it is, n = 0 both. Autograd sees that the buffers have changed."""
+def test_running_stats_equal_the_fallback(kernels: ModuleType, dtype: torch.dtype, momentum: float | None) -> None:
+    """Bit by bit, as ranks may take different paths. n = 1 leaves the variance unchanged, n = 0 both. Autograd sees
+    that the buffers have changed."""
     if truncates(kernels) and dtype.itemsize == 2:
         pytest.skip("the interpreter does not round")
     mean, invstd, *values = channel_addresses(4, 2100 if on_cpu(kernels) else 70)  # more than C++ takes at once
@@ -395,7 +395,7 @@ def test_running_stats_have_the_bits_of_torch(kernels: ModuleType, dtype: torch.
     (math.nan, (0.0, 0.0, 0.0), True),  # ranks have not signed
 ])  # fmt: skip
 def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...], is_finite: bool) -> None:
-    """Is reported, if ranks have signed it; all is computed as without a signature."""
+    """It is reported if ranks have signed it; the results are those of a total without a signature."""
     if reason := cpu.load():
         pytest.skip(reason)
     results = []
@@ -414,7 +414,7 @@ def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...],
 @pytest.mark.parametrize("sizes", [(4, 3, 5), (600, 3, 40)], ids=str)
 @pytest.mark.parametrize("relu", [False, True])
 def test_kernels_for_a_single_rank(kernels: ModuleType, sizes: tuple[int, int, int], relu: bool) -> None:
-    """Their results are those of sums that an all_reduce may change, also if the total is a copy of the sums."""
+    """They return what the kernels of several ranks return, also if the total is a copy of the sums."""
     dy, x = draw(2, sizes, torch.float32)
     weight, bias, results = torch.rand(3), torch.rand(3), []
     dtypes = {"weight_dtype": weight.dtype, "grad_weight_dtype": weight.dtype, "grad_bias_dtype": bias.dtype}
@@ -556,7 +556,7 @@ class Words:
 )  # of a long run; of a captured graph; without a status_words
 def test_faults_in_a_total(kernels: ModuleType, sequence_number: int, trailer: tuple[float, ...], kind: int) -> None:
     """All that reads a total finds the same, but one value per channel is a fault in forward alone. In a captured graph
-    no ends are noted, and nothing without a status_words."""
+    no ends are noted, and nothing without status words."""
     num_values, num_signed, signatures, squares = trailer
     assert (num_signed * squares != signatures * signatures) == (kind == RANKS_DIFFER), "as EagerReduction compares"
     kind = kind if sequence_number else NO_FAULT
@@ -715,8 +715,8 @@ def test_the_reference_can_be_forced() -> None:
     ("name", "value", "words"),
     [
         ("syncbn.kernels.cpu.INTERFACE_VERSION", -1, "another version"),
-        ("syncbn.kernels.cpu.FUNCTIONS", ("no_such_function",), "does not load"),
-        ("sys.platform", "darwin", "there are none for darwin"),
+        ("syncbn.kernels.cpu.FUNCTIONS", ("no_such_function",), "cannot be loaded"),
+        ("sys.platform", "darwin", "the C++ kernels do not support darwin"),
     ],
 )
 def test_a_library_that_does_not_fit(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,25 @@ def test_training_and_evaluation_equal_torch(options: dict[str, object]) -> None
     assert torch.equal(layer.eval()(x), plain.eval()(x))
 
 
+DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("input_dtype", "layer_dtype"), [*itertools.permutations(DTYPES, 2)], ids=str)
+def test_any_float_dtypes_mix(input_dtype: torch.dtype, layer_dtype: torch.dtype, training: bool) -> None:
+    """The output has the input's dtype, a gradient its tensor's, a buffer the one its owner gave it."""
+    layer = syncbn.SyncBatchNorm(3, dtype=layer_dtype).train(training)
+    x, z = (torch.randn(5, 3, dtype=one, requires_grad=True) for one in (input_dtype, torch.float32))
+    y = layer(x, z)
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype, z.grad.dtype) == (input_dtype, input_dtype, torch.float32)
+    tensors = *layer.parameters(), layer.weight.grad, layer.running_mean, layer.running_var
+    assert {tensor.dtype for tensor in tensors} == {layer_dtype}
+    expected = F.batch_norm(x.double(), torch.zeros(3).double(), torch.ones(3).double(), training=training) + z
+    atol = 1e-2 if input_dtype.itemsize == 2 else 1e-5
+    torch.testing.assert_close(y.double(), expected, rtol=torch.finfo(input_dtype).eps * 2, atol=atol)
+
+
 CHANNELS_LAST = torch.randn(4, 6, 5, 2).to(memory_format=torch.channels_last)
 STRIDES = {
     "contiguous": torch.randn(4, 3, 5, 6), "gaps": torch.randn(4, 6, 5)[:, ::2], "(C, N)": torch.randn(3, 4).t(),
@@ -53,6 +72,9 @@ STRIDES = {
     "6 dims, channels last": torch.randn(4, 2, 2, 2, 2, 3).movedim(-1, 1),
 }  # fmt: skip
 
+# The others must be copied.
+DENSE = "contiguous", "channels last", "channels last of one image", "channels last 3-D", "one image (H, W, C)"
+
 
 @pytest.mark.parametrize("name", STRIDES)
 @pytest.mark.parametrize("path", ["fast path", "fallback"])
@@ -66,6 +88,8 @@ def test_strides_are_those_of_batch_norm(name: str, path: str) -> None:
         expected = F.batch_norm(x, layer.running_mean.clone(), layer.running_var.clone(), training=training)
         differing = [y.stride(dim) != expected.stride(dim) for dim in range(x.ndim) if x.shape[dim] > 1]
         assert not any(differing)
+        kept = getattr(y.grad_fn, "saved_tensors", None)  # of the fast path
+        assert kept is None or (kept[0].data_ptr() == x.data_ptr()) == (name in DENSE)
 
 
 # What hooks give back, of which saved tensors (x, weight, statistics, y), and whether it is rounded.
@@ -83,7 +107,7 @@ RETURNED: dict[str, tuple[Callable[[Tensor], Tensor], list[str], bool]] = {
 def test_saved_tensors_may_come_back_as_others(name: str, moved: str) -> None:
     """As from hooks that keep them elsewhere, or compress them."""
     move, _, rounded = RETURNED[name]
-    x, *residual = torch.randn(2 if "y" in moved else 1, 4, 3, 5, 5)  # y is saved beside a residual alone
+    x, *residual = torch.randn(2 if "y" in moved else 1, 4, 3, 5, 5)  # y is saved only with a residual
 
     def gradients(moved: str) -> tuple[Tensor, Tensor]:
         saved = itertools.chain("xwsy", itertools.repeat("-"))  # x, weight, statistics, y; those of other layers
@@ -100,7 +124,7 @@ def test_saved_tensors_may_come_back_as_others(name: str, moved: str) -> None:
 
 
 def test_saved_for_backward() -> None:
-    """The input once, the output when relu is fused behind a residual, and vectors of C numbers."""
+    """The input once, the output if a relu is fused after a residual, and vectors of C elements."""
     x = torch.randn(8, 4, 16, 16, dtype=torch.bfloat16, requires_grad=True)
     z = torch.randn_like(x)
     small = (5 * 4 + 4) * 8  # 5C + 4 float64

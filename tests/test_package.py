@@ -1,4 +1,4 @@
-"""Catches an import that does more than define names, something left behind at the end, and a name that is lost."""
+"""Catches an import that does more than define names, something that outlives the group, and a name that is lost."""
 
 import doctest
 import importlib.util

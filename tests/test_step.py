@@ -92,7 +92,7 @@ CHANGES: dict[str, Callable[[Layer], object]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_changed_after_a_call_holds_in_the_next(name: str) -> None:
+def test_changes_between_calls_take_effect(name: str) -> None:
     """Nothing of a layer may be kept from the call in which its kernels were cached."""
     dtype = next((one for one in DTYPES if str(one) == name), torch.float32)
     x = torch.randn(2, *SHAPE)
@@ -111,8 +111,8 @@ def test_what_is_changed_after_a_call_holds_in_the_next(name: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["torch's class", "class", "instance", "instance of a class without a number"])
-def test_a_check_of_dims_of_ones_own_is_called(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it is put after kernels were cached, in the layer's class or in torch's. It gets the user's tensor."""
+def test_a_custom_check_of_dims_is_called(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is set after kernels were cached, on the layer's class or on torch's. It gets the user's tensor."""
     layer = syncbn.SyncBatchNorm(3) if "without" in where else syncbn.SyncBatchNorm2d(3)
     layer.__class__ = type("Own", (type(layer),), {})
     x, seen = torch.randn(SHAPE).as_subclass(MetaImage if where == "instance" else Tensor), []
@@ -181,7 +181,7 @@ def test_make_fx_records_and_replays() -> None:
 
 
 def test_fake_tensors_stay_fake() -> None:
-    """Beside parameters and buffers that are not; also where the mode is off."""
+    """With parameters and buffers that are not fake; also while the mode is off."""
     layer = syncbn.SyncBatchNorm2d(3)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x = mode.from_tensor(torch.randn(SHAPE)).requires_grad_()
@@ -233,8 +233,8 @@ WAYS: dict[str, Callable[..., list[Tensor]]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # of Dynamo
 @pytest.mark.parametrize("way", WAYS)
-def test_backward_asks_again(way: str) -> None:
-    """How torch runs may have changed since a forward on the fast path, and who made dy is not known."""
+def test_backward_while_torch_runs_in_another_way(way: str) -> None:
+    """Modes may have changed since a forward on the fast path, and dy may be any kind of tensor."""
     x, dy = torch.randn(2, *SHAPE)
 
     def run(layer: Layer) -> list[Tensor]:
@@ -248,7 +248,7 @@ def test_backward_asks_again(way: str) -> None:
 
 
 def test_a_weight_that_becomes_another_before_backward() -> None:
-    """As by an optimizer that exchanges `weight.data`: no number is read as one of the dtype before, or behind them."""
+    """As by an optimizer that replaces `weight.data`: nothing is read in the old dtype, or beyond the end."""
     x, dy = torch.randn(2, *SHAPE)
     layer = syncbn.SyncBatchNorm2d(3)
     for _ in range(STEPS):
@@ -276,8 +276,8 @@ def test_a_weight_that_becomes_another_before_backward() -> None:
 
 
 @pytest.mark.parametrize("kind", ["momentum 0.7", "momentum None", "a counter alone"])
-def test_each_buffer_has_another_version_after_a_step(kind: str) -> None:
-    """C writes them, and autograd would not see that what it has saved is gone. A recompute changes none."""
+def test_a_step_increments_the_version_of_each_buffer(kind: str) -> None:
+    """C writes to them, and autograd must see that saved tensors have changed. A recompute changes no buffer."""
     layer = syncbn.SyncBatchNorm2d(3)
     CHANGES[kind](layer)
     buffers = [*layer.buffers()]
@@ -289,7 +289,7 @@ def test_each_buffer_has_another_version_after_a_step(kind: str) -> None:
     assert [one._version for one in buffers] == after
 
 
-# In C alone: torch's operations may crash on such tensors.
+# Only with the C++ kernels: torch's operations may crash on freed memory.
 FREED_BEFORE_FORWARD = "x", "z", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 
 
@@ -347,7 +347,7 @@ def test_freed_memory_of_other_calls(call: Callable[..., object], names: str) ->
             call(**given)
 
 
-# Beside others.
+# Concurrent calls, and tensors that change before backward.
 
 
 def test_two_threads_in_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def test_a_fused_relu_does_not_need_its_output_or_the_bias_in_backward() -> None
 
 # Cached kernels.
 
-# A call with all there is. The sizes are equal, so that any dim may be that of the channels.
+# A call with every argument. The sizes are equal, so that any dim may be that of the channels.
 X, Z = torch.randn(2, 3, 3, 3, 3, generator=torch.Generator().manual_seed(0))
 BASE: dict[str, Any] = {
     "input": X, "z": Z, "running_mean": torch.tensor([0.1, 0.2, 0.3]), "running_var": torch.tensor([1.0, 2.0, 3.0]),
@@ -515,7 +515,7 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
         f"{name} {how}": ({name: change(BASE[name])}, path_of(name, how)) for how, change in UNREADABLE.items()
         for name in ("input", "z", *PER_CHANNEL) if how != "of zeros" or name in ("z", "weight", "bias")
     },
-    # torch 2.13's own backward on CPUs takes these for contiguous beside an input in channels_last.
+    # torch 2.13's own backward on CPUs takes these for contiguous if the input is in channels_last.
     **{
         f"{name} with gaps, strides of x":
         ({"input": channel_innermost(X), "z": channel_innermost(Z), name: with_gaps(BASE[name])}, FALLBACK)
@@ -539,7 +539,7 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "relu": ({"relu": True}, FAST),
     "relu without a residual": ({"relu": True, "z": None}, FAST),
     "class of relu": ({"relu": np.bool_(False)}, FALLBACK),
-    "num_channels": ({"num_channels": 4}, FAST),  # only a name beside tensors
+    "num_channels": ({"num_channels": 4}, FAST),  # ignored if there are per-channel tensors
     "num_channels cannot be looked up": ({"num_channels": [3]}, FALLBACK),
     "num_channels alone": ({"num_channels": 4, **dict.fromkeys(PER_CHANNEL)}, ValueError),
     "no num_channels": ({"num_channels": None}, FAST),
@@ -566,8 +566,8 @@ def test_evaluation_beside_tensors_with_gaps(name: str) -> None:
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_call_after_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must not run by the kernels of that: with its dtypes, at addresses that hold other numbers, or although it is
-    wrong. This is the table of which calls take the fast path; there the next call takes cached kernels."""
+    """It must not take the kernels of that call: for other dtypes or addresses, or although it is wrong. This is the
+    table of which calls take the fast path; there the next call takes cached kernels."""
     others, outcome = DIFFERENCES[name]
     check_step(changed())
     if isinstance(outcome, str):

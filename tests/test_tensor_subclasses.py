@@ -1,6 +1,6 @@
 """Catches a Tensor subclass that loses its class, its metadata or a value, or whose hook is called more than by torch.
 
-What nn.BatchNorm2d gives is expected. The same beside plain tensors of other ranks is in distributed/.
+What nn.BatchNorm2d gives is expected. The same with plain tensors on other ranks is in distributed/.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def call(layer: Layer, x: Tensor, z: Tensor | None, mask: Tensor | None = None, 
     ],
 )
 def test_a_tensor_of_a_subclass_in_each_role(role: str, subclass: type[Tensor]) -> None:
-    """Buffers stay where they are and what they are. In-place operations work behind the layer. A mask alone gives the
+    """Buffers stay where they are and what they are. In-place operations work after the layer. A mask alone gives the
     output neither class nor metadata."""
     roles = ROLES if "all" in role else (role,)
     drawn = {"input": torch.randn(2, *SHAPE)[0].contiguous(memory_format=torch.channels_last), "z": torch.randn(SHAPE)}

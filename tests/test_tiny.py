@@ -61,5 +61,5 @@ def test_the_tour() -> None:
     # 6. What it is for: two ranks, each with half of the batch, train as one process with all of it. Here they are
     # started for the test; a job of your own is started by torchrun. (In float64, so that equality shows to 1e-9.)
     assert_matches_full_batch(trained_as_one.model, trained_as_one.batch(8), F.cross_entropy, world_size=2)
-    with pytest.raises(AssertionError, match="are not those of one process"):
+    with pytest.raises(AssertionError, match="differ from those of one process"):
         assert_matches_full_batch(trained_as_one.local_model, trained_as_one.batch(8), F.cross_entropy, world_size=2)

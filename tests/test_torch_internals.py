@@ -204,7 +204,7 @@ def test_stream_of_a_gpu() -> None:
 
 
 def test_no_default_argument_keeps_the_group() -> None:
-    """torch.distributed.nn.functional does if it is first imported beside a group: syncbn does not import it then."""
+    """torch.distributed.nn.functional does if it is imported while there is a group; syncbn does not import it."""
     code = """
 import weakref, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -213,7 +213,7 @@ group = weakref.ref(dist.group.WORLD)
 dist.destroy_process_group()
 assert group() is None
 """
-    run(sys.executable, "-c", code)  # which imports torch anew
+    run(sys.executable, "-c", code)  # which imports torch again
 
 
 def test_a_graph_is_no_export() -> None:

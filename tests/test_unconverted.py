@@ -89,7 +89,7 @@ def test_a_class_whose_source_cannot_be_read_is_not_named(source: str, tmp_path:
     (tmp_path / "norm.py").write_text(source)
     exec(compile(NORM, tmp_path / "norm.py", "exec"), namespace := {"F": F})
     named = calls_batch_norm(namespace["Norm"])
-    assert source in TOO_DEEP or named == (source == NORM)  # later Pythons parse what is nested deeply
+    assert source in TOO_DEEP or named == (source == NORM)  # later Pythons parse deeply nested source
 
 
 def test_a_function_that_wraps_itself_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ class Keeps(nn.Module):
 
 
 def test_layers_in_lists_and_dicts_are_named() -> None:
-    """Each beside one that is not."""
+    """Each with a neighbour that is not named."""
     layer, built, frozen = nn.BatchNorm2d(3), syncbn.SyncBatchNorm(3), nn.BatchNorm2d(3).eval()
     kept = [[layer], {"a": nn.Sequential(layer)}, (3, layer), [*range(MAX_INSPECTED - 1), layer]]
     kept += [Arguments(a=layer), [nn.InstanceNorm2d(3)], {"a": built}, [frozen], [nn.SyncBatchNorm(3)], [3, None]]

@@ -1,9 +1,11 @@
-"""Training that must end equal: on ranks and by one process with the whole batches; of a module and what wraps it."""
+"""Training that must end equal: on ranks and by one process with the whole batches; of a module and what wraps it. And
+a count of collectives."""
 
 import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from voting import Ranks
 
@@ -119,3 +122,16 @@ def step(call: Callable[..., Tensor], layer: nn.Module, x: Tensor, **options: ob
     gradients = {f"gradient of {name}": parameter.grad for name, parameter in layer.named_parameters()}
     buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     return {"output": output.detach(), "gradient of x": x.grad, **gradients, **buffers}
+
+
+class CountCollectives(TorchDispatchMode):
+    """Within the context, on every thread of autograd: how many operators of torch.distributed ran. (CommDebugMode
+    hooks modules, and a forward inside backward confuses its hooks.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.total += func.namespace in ("c10d", "_c10d_functional") and "wait_tensor" not in str(func)
+        return func(*args, **(kwargs or {}))

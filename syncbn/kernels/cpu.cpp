@@ -1,16 +1,18 @@
-// The kernels for CPU tensors: plain C functions over addresses and sizes, which cpu.py calls. What each computes is
-// said in reference.py.
+// The kernels for CPU tensors: C functions over addresses and sizes, called by cpu.py and defined by reference.py.
 //
-// A tensor is (outer, channels, inner) numbers in memory. Where inner is large, each run of it has one channel
-// ("runs"). Else a row of (channels, inner) has channel and inner in its columns ("rows"); short rows make a long one.
+// A tensor is (outer, channels, inner) values in memory. If inner is large, a run is `inner` contiguous values of one
+// channel ("runs"). Else a row is the (channels, inner) values at one outer index ("rows"), and several short rows form
+// a long row.
 //
-// Both take a block of channels at a time: of a large tensor with many channels some columns of each row.
+// The loops process one block of channels at a time. In a large tensor with many channels a block is some columns of
+// each row.
 //
-// Sums are doubles, made of parts that depend on the sizes only: a result does not depend on the number of threads.
-// Only sums fuse products (fma; -ffp-contract=off): all functions find the same relu mask, and unlike processors agree.
+// Sums are doubles, added up from partial sums whose ranges depend only on the sizes. So a result does not depend on
+// the number of threads. Only sums use fma (-ffp-contract=off): all functions compute the same relu mask, and different
+// processors agree.
 //
-// Nothing here allocates or throws: callers bring `scratch` of as many bytes as syncbn_scratch says. A function takes a
-// Kind, which many calls have in common, and what differs from call to call: addresses, packed by cpu.py.
+// No function allocates or throws: callers pass `scratch`, whose size in bytes syncbn_scratch returns. The arguments
+// are a Kind, which is the same for many calls, and a struct of addresses for one call. cpu.py packs both.
 
 #include <algorithm>
 #include <array>
@@ -21,44 +23,45 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__x86_64__) && !defined(__clang__)  // which has no such pragma
-#define GCC_TARGETS                            // instruction sets beside the baseline
+#if defined(__x86_64__) && !defined(__clang__)  // clang does not have the target pragma
+#define GCC_TARGETS                            // compile for instruction sets above the baseline
 #include <immintrin.h>
 #endif
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 #define INLINED __attribute__((always_inline))  // the bodies of loops, which GCC must inline
 
-// In libtorch_cpu from torch 2.10: calls body(begin, end, context) for ranges of at least `grain`, on torch's threads.
+// Part of libtorch_cpu since torch 2.10. Calls body(begin, end, context) for ranges of at least `grain`, on torch's
+// threads.
 extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),
                                       void* context);
 
 namespace {
 
-enum Status : int { OK, NO_THREADS, NOT_FINITE };  // cpu.py has the same numbers
+enum Status : int { OK, NO_THREADS, NOT_FINITE };  // the same values as in cpu.py
 enum Dtype : int { NONE = -1, FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 enum BFloat16 : uint16_t {};
 enum Half : uint16_t {};
 template <typename T> using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-constexpr int64_t GRAIN = 32768;              // values that are worth the start of a thread
-constexpr int64_t PART = 2 * GRAIN;           // values of a part of a sum
-constexpr int64_t SHORTEST_RUN = 32;          // values
-constexpr int64_t LONG_ROW = 64;              // values, so that the rest behind whole vectors is small
-constexpr int64_t SUMMED = 1024;              // columns of a row, at most, whose sums the first cache holds
-constexpr int64_t MAPPED = 2048;              // columns of a row, at most, whose coefficients it holds
-constexpr int64_t AHEAD = 4096;               // values, at least, that several rows of a sum are fetched ahead
-constexpr int64_t FORWARDS = 1 << 20;         // values of a block; a map takes the last block first, each forwards
-constexpr int64_t PADDING = 16;               // numbers, as many as the widest vector has
-constexpr int64_t LEAST_VALUES = 512;         // of a channel in a part of a sum over runs: its result is two doubles
-constexpr int64_t LEAST_ROWS = 32;            // in a part of a sum, whose two doubles a column are half a byte a value
-constexpr int64_t STREAMED_BYTES = 16 << 20;  // of an output, from which on it is not found in the caches again
-constexpr int64_t ALIGNED = 64;               // bytes
+constexpr int64_t GRAIN = 32768;              // minimum number of values per thread
+constexpr int64_t PART = 2 * GRAIN;           // values per partial sum
+constexpr int64_t SHORTEST_RUN = 32;          // values; tensors with a smaller inner are processed in rows
+constexpr int64_t LONG_ROW = 64;              // values; limits the rest of a row that does not fill a vector
+constexpr int64_t SUMMED = 1024;              // maximum number of columns whose sums fit in the L1 cache
+constexpr int64_t MAPPED = 2048;              // maximum number of columns whose coefficients fit in the L1 cache
+constexpr int64_t AHEAD = 4096;               // minimum prefetch distance, in values, of sums over several rows
+constexpr int64_t FORWARDS = 1 << 20;         // values per step; maps take the last step first, and go forwards in each
+constexpr int64_t PADDING = 16;               // values; the length of the widest vector
+constexpr int64_t LEAST_VALUES = 512;         // per channel in a partial sum over runs, whose result is two doubles
+constexpr int64_t LEAST_ROWS = 32;            // per partial sum: its two doubles per column are half a byte per value
+constexpr int64_t STREAMED_BYTES = 16 << 20;  // larger outputs bypass the caches, which would not keep them
+constexpr int64_t ALIGNED = 64;               // bytes; alignment of outputs that bypass the caches
 constexpr int64_t ZEROS_BEHIND_ONES[2 * PADDING] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
 constexpr int64_t WIDTH_OF_SUMS = SUMMED + PADDING;
-constexpr int64_t OWN_SCRATCH = 8192;  // doubles
-constexpr int64_t TIMES_N = 4;  // that n stands in the statistics, as in statistics.py
-constexpr uint64_t MIXER = 0x9E3779B97F4A7C15;  // odd, as in interface.py
+constexpr int64_t OWN_SCRATCH = 8192;  // doubles on the stack, used if the caller passes no scratch
+constexpr int64_t TIMES_N = 4;  // N_COPIES of statistics.py: n is stored four times
+constexpr uint64_t MIXER = 0x9E3779B97F4A7C15;  // the same value as in interface.py
 
 int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
 
@@ -69,21 +72,21 @@ struct Sizes {
   int64_t columns() const { return channels * inner; }
   bool in_runs() const { return inner >= SHORTEST_RUN; }
 
-  // So many short rows make a long one that whole vectors fill it; the last may be shorter.
+  // Number of short rows in a long row, such that vectors fill the long row. The last long row may be shorter.
   int64_t rows_in_one() const { return columns() < LONG_ROW ? std::clamp<int64_t>(outer, 1, PADDING) : 1; }
   int64_t row() const { return in_runs() ? columns() : columns() * rows_in_one(); }
   int64_t rows() const { return in_runs() ? outer : inner ? divided_up(outer, rows_in_one()) : 0; }
   int64_t columns_of_channel() const { return in_runs() ? 1 : inner * rows_in_one(); }
 
-  // Blocks of channels, with so many columns of a row at most, are of one size, but for the last.
+  // Number of channels per block with at most `columns` columns of a row. Only the last block is smaller.
   int64_t channels_of_block(int64_t columns) const {
     int64_t most = in_runs() ? columns : columns / std::max<int64_t>(1, inner) / PADDING * PADDING;
     int64_t each = divided_up(channels, std::max<int64_t>(1, divided_up(channels, most)));
     return std::max<int64_t>(1, divided_up(each, PADDING)) * PADDING;
   }
 
-  // A part of a sum: of runs some outers of some channels, one behind another in memory as far as may be; or some rows
-  // of a block.
+  // A partial sum covers, in runs, some outer indices of some channels, as contiguous in memory as possible; else some
+  // rows of a block.
   int64_t outers_of_part() const {
     int64_t least = std::min(divided_up(LEAST_VALUES, inner), outer);
     return std::max<int64_t>(1, std::clamp(PART / std::max<int64_t>(1, columns()), least, outer));
@@ -96,11 +99,11 @@ struct Sizes {
     int64_t columns = std::max<int64_t>(1, std::min(channels, channels_of_block(SUMMED)) * columns_of_channel());
     return std::max(LEAST_ROWS, PART / columns / LEAST_ROWS * LEAST_ROWS);
   }
-  int64_t num_parts() const {  // of the sums of a channel
+  int64_t num_parts() const {  // number of partial sums per channel
     return in_runs() ? divided_up(outer, outers_of_part()) : divided_up(rows(), rows_of_part());
   }
 
-  // One number of each of `count` channels -> of each column of a long row, in place, then PADDING more.
+  // Replace one value for each of `count` channels by one for each column of a long row, in place, then PADDING zeros.
   template <typename Number> void spread(int64_t count, Number* numbers) const {
     if (in_runs()) return;
     if (inner > 1)
@@ -112,7 +115,7 @@ struct Sizes {
     for (int64_t row = 1; row < rows_in_one(); ++row) std::copy_n(numbers, length, numbers + row * length);
     std::fill_n(numbers + rows_in_one() * length, PADDING, Number(0));
   }
-  // And back: adds up what the columns of each channel have.
+  // The reverse of `spread`: add up the values of the columns of each channel.
   void gather(int64_t count, double* numbers) const {
     if (columns_of_channel() == 1) return;
     for (int64_t channel = 0; channel < count; ++channel) {
@@ -124,17 +127,17 @@ struct Sizes {
   }
 };
 
-// What all calls of a kind have in common, of forward or backward; cpu.py has the same fields.
+// The config of a forward or backward; cpu.py packs the same fields.
 struct Kind {
   Sizes sizes;
   double eps;
   int32_t dtype, weight_dtype, bias_dtype, mean_dtype, var_dtype, grad_weight_dtype, grad_bias_dtype;  // or NONE
-  int32_t relu, averages;  // averages: the running statistics are the average of all batches: momentum is 1 / counter
-  // Backward masks dy behind a relu by y; or by x, scale and shift, which forward writes behind the statistics.
+  int32_t relu, averages;  // averages: momentum is 1 / counter, so that the running statistics average all batches
+  // Backward masks dy of a fused relu by y; or by x, scale and shift, which forward writes after the statistics.
   int32_t masks_by_y, masks_by_x;
 };
 
-struct Sums {  // forward has x, sums, scratch and signature alone; a group of one rank has no forward_total
+struct Sums {  // forward uses only x, sums, scratch and signature; forward_total is null for a single rank
   const void *dy, *x, *y;
   const double* statistics;
   double* sums;
@@ -159,7 +162,7 @@ struct BackwardOutputs {
   void *grad_x, *grad_residual;
 };
 
-// The signature with bits of the forward's total, `count` sums: see signature_of_call in reference.py.
+// Mix bits of the forward's total, `count` sums, into the signature: see signature_of_call in reference.py.
 int64_t signature_of_call(const Sums& call, int64_t count) {
   if (!call.signature || !call.forward_total) return call.signature;
   uint64_t mixed = 0, top = uint64_t(1) << (63 - __builtin_clzll(call.signature));
@@ -171,7 +174,7 @@ int64_t signature_of_call(const Sums& call, int64_t count) {
   return top | ((call.signature ^ (mixed * MIXER >> 40)) & (top - 1));
 }
 
-// The loops for tensors of a dtype.
+// The loops for tensors of one dtype.
 struct Loops {
   Status (*sum)(const Kind&, const Sums&, bool backward, double* scratch);
   Status (*normalize)(const Kind&, const ForwardOutputs&);
@@ -212,7 +215,7 @@ namespace avx512 {
 #pragma GCC pop_options
 #endif
 
-// The loops for the best instruction set of this processor, or the one that ATEN_CPU_CAPABILITY names; by Dtype.
+// Return the loops, by Dtype, for the best instruction set of this processor, or for that of ATEN_CPU_CAPABILITY.
 const Loops* best_loops() {
   const char* asked = std::getenv("ATEN_CPU_CAPABILITY");
   if (asked && !std::strcmp(asked, "default")) return baseline::LOOPS;
@@ -230,10 +233,10 @@ const Loops* const loops = best_loops();
 
 }  // namespace
 
-// Changes with the parameters of the functions: cpu.py compares it with its own.
+// The version of the functions' parameters; cpu.py refuses a library with another version.
 EXPORTED int syncbn_interface() noexcept { return 12; }
 
-// How many bytes of scratch the sums need; 0 where what they have is enough.
+// Return the bytes of scratch that the sums need; 0 if OWN_SCRATCH is enough.
 EXPORTED int64_t syncbn_scratch(const Kind* kind) noexcept {
   int64_t doubles = 2 * kind->sizes.channels * kind->sizes.num_parts();
   return doubles > OWN_SCRATCH ? doubles * sizeof(double) : 0;

@@ -1,7 +1,7 @@
-"""Calls the kernels for CPU tensors, plain C functions (cpu.cpp), at the addresses of the tensors.
+"""Calls the kernels for CPU tensors, which are C functions (cpu.cpp), with the addresses of the tensors.
 
-A call takes 2 us and skips torch's dispatcher: the kernels are only for tensors that plan.py or operators.py has
-checked.
+A call takes 2 us and bypasses torch's dispatcher, so the tensors must have been checked by kernel_cache.py or
+operators.py.
 """
 
 import ctypes
@@ -20,39 +20,39 @@ from syncbn.statistics import num_statistics
 from syncbn.torch_internals import increment_version
 
 FILE = Path(__file__).with_name("_cpu.so")
-DTYPE_CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
-INTERFACE_VERSION = 12  # of the C functions: an older library would read other arguments
-NOT_FINITE = 2  # a status
+DTYPE_CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as in cpu.cpp
+INTERFACE_VERSION = 12  # version of the C functions' parameters, as in cpu.cpp; a library of another version is refused
+NOT_FINITE = 2  # status: a signed total is not finite
 
-# The structs of cpu.cpp: q and i are integers, d a double, P is an address.
+# The structs of cpu.cpp: q is an int64, i an int32, d a double, P an address.
 _pack_config = struct.Struct("3qd11i").pack
 _pack_forward_outputs = struct.Struct("10Pd").pack
 _pack_sums = struct.Struct("9Pq").pack
 _pack_backward_outputs = struct.Struct("8P").pack
-# The last fields of Config there.
+# The last fields of struct Kind in cpu.cpp.
 DTYPES = (
     "dtype", "weight_dtype", "bias_dtype", "mean_dtype", "var_dtype", "grad_weight_dtype", "grad_bias_dtype"
 )  # fmt: skip
 FLAGS = "relu", "averages", "masks_by_y", "masks_by_x"
 
 FUNCTIONS = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs", "scratch"
-_library = SimpleNamespace()  # the C functions by these names, once they are loaded
+_library = SimpleNamespace()  # the C functions with these names, set by load()
 
 
 @functools.cache
 def load() -> str | None:
-    """Load the functions, once: None when they are there, else the reason in a line."""
+    """Load the C functions, once per process. Return None on success, else the reason in one line."""
     if sys.platform != "linux":
-        return f"there are none for {sys.platform}"
+        return f"the C++ kernels do not support {sys.platform}"
     if not FILE.exists():
         return _reason_missing()
     try:
         loaded = ctypes.CDLL(str(FILE))
         functions = {name: loaded[f"syncbn_{name}"] for name in (*FUNCTIONS, "interface")}
-    except (OSError, AttributeError) as error:  # another processor, a torch without torch_parallel_for, another version
-        return f"{FILE.name} does not load: {error}"
+    except (OSError, AttributeError) as error:  # another processor, or a torch without torch_parallel_for
+        return f"{FILE.name} cannot be loaded: {error}"
     if functions.pop("interface")() != INTERFACE_VERSION:
-        return f"{FILE.name} is of another version of syncbn: install it again"
+        return f"{FILE.name} is from another version of syncbn; install syncbn again"
     vars(_library).update(functions)
     _library.scratch.restype = ctypes.c_int64
     return None
@@ -65,27 +65,27 @@ def _reason_missing() -> str:
         if (installed / FILE.relative_to(package)).exists():
             return f"not built in {package}, which hides the installed {installed}; start Python in another folder"
     return (
-        f"not built in {package}: syncbn was not installed from there, or no C++ compiler was found, or it failed; "
-        "`pip install -v --no-deps --force-reinstall` of syncbn tells"
+        f"not built in {package}: syncbn was not installed from there, or there is no C++ compiler, or it failed; "
+        "run `pip install -v --no-deps --force-reinstall` for syncbn and read its output"
     )
 
 
 def _c_struct(config: interface.ForwardConfig | interface.BackwardConfig) -> bytes:
-    """The config as a struct, whose fields the other pass has are empty."""
+    """Return the config as struct Kind of cpu.cpp. Fields that only the other pass has get defaults."""
     dtypes = [DTYPE_CODES[getattr(config, name, None)] for name in DTYPES]
     flags = [getattr(config, name, False) for name in FLAGS]
     return _pack_config(*config.layout.sizes, getattr(config, "eps", 0.0), *dtypes, *flags)
 
 
 class Forward(interface.ForwardKernels):
-    """Scratch memory is made for each call: threads may share the kernels of a config."""
+    """Scratch memory is allocated for each call, because threads may share the kernels of a config."""
 
     def __init__(self, config: interface.ForwardConfig) -> None:
         super().__init__(config)
         self.c_struct, num_channels = _c_struct(config), config.layout.sizes[1]
         self.num_sums = 2 * num_channels + interface.TRAILER_ELEMENTS
         self.num_statistics = num_statistics(num_channels, config.masks_by_x)
-        self.scratch_bytes: int = _library.scratch(self.c_struct)  # bytes
+        self.scratch_bytes: int = _library.scratch(self.c_struct)
 
     def forward_sums(self, x: Tensor, signature: int = UNSIGNED, status_words: StatusWords | None = None) -> Tensor:
         sums = x.new_empty(self.num_sums, dtype=torch.float64)
@@ -113,7 +113,7 @@ class Forward(interface.ForwardKernels):
         status = _library.forward_outputs(self.c_struct, call)
         if status and status != NOT_FINITE:
             _raise_for_status(status)
-        if running_mean is not None and running_var is not None:  # autograd is to see what has changed
+        if running_mean is not None and running_var is not None:  # autograd then detects the change
             both = running_mean, running_var
             increment_version(both if counter is None else (*both, counter))
         elif counter is not None:
@@ -122,13 +122,13 @@ class Forward(interface.ForwardKernels):
 
 
 class Backward(interface.BackwardKernels):
-    """As Forward."""
+    """Scratch memory is allocated for each call, as in Forward."""
 
     def __init__(self, config: interface.BackwardConfig) -> None:
         super().__init__(config)
         self.c_struct, self.num_channels = _c_struct(config), config.layout.sizes[1]
         self.num_sums = 2 * self.num_channels + interface.TRAILER_ELEMENTS
-        self.scratch_bytes: int = _library.scratch(self.c_struct)  # bytes
+        self.scratch_bytes: int = _library.scratch(self.c_struct)
 
     def backward_sums(
         self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None
@@ -166,4 +166,4 @@ class Backward(interface.BackwardKernels):
 
 
 def _raise_for_status(status: int) -> None:
-    raise RuntimeError(f"a kernel for CPUs failed with status {status}")
+    raise RuntimeError(f"a CPU kernel failed with status {status}: torch_parallel_for returned an error")

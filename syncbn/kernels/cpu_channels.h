@@ -1,7 +1,7 @@
-// Per-channel mathematics, in vectors of double: totals of sums, statistics, coefficients of maps. It takes a block of
-// channels at a time, whose values stay in the nearest caches. See cpu_vectors.h.
+// Per-channel mathematics in vectors of double: sums of partial sums, statistics, coefficients of maps. One block of
+// channels is processed at a time, so that its values stay in the L1 and L2 caches. See cpu_vectors.h.
 
-// Calls body(address) for per-channel values of any dtype, from channel `first` on.
+// Call body(address) for per-channel values of any dtype, starting at channel `first`.
 template <typename Body> inline void with_dtype(int dtype, const void* numbers, int64_t first, const Body& body) {
   auto* bytes = (char*)numbers;
   if (dtype == FLOAT32) body((float*)bytes + first);
@@ -10,7 +10,7 @@ template <typename Body> inline void with_dtype(int dtype, const void* numbers, 
   if (dtype == FLOAT16) body((Half*)bytes + first);
 }
 
-// Per-channel values of a user in double; `otherwise` where there are none.
+// Per-channel values of any dtype as doubles; `otherwise` if the address is null.
 struct Widened {
   double numbers[MAPPED];
 
@@ -23,7 +23,7 @@ inline void narrow(const double* numbers, void* of_channels, int dtype, int64_t 
   if (of_channels) with_dtype(dtype, of_channels, first, [&](auto* to) { convert(numbers, count, to); });
 }
 
-// Numbers of a block that loops over tensors take: of its channels and, once spread, of its columns.
+// Coefficients of a block: one value per channel or, after `spread`, per column.
 template <typename T, size_t num> struct Coefficients {
   Compute<T> numbers[num][MAPPED + PADDING];
   std::array<const Compute<T>*, num> addresses() const {
@@ -36,7 +36,7 @@ template <typename T, size_t num> struct Coefficients {
   }
 };
 
-// What kernels subtract of a mean: all but those of double compute in float, where x - center is exact.
+// The center: the mean rounded to the type of computation, in which x - center is exact.
 template <typename T> inline Wide center_of(Wide mean) {
   if constexpr (std::is_same_v<T, double>) return mean;
   else return wide(narrowed(mean));
@@ -54,7 +54,8 @@ inline void update(void* running, int dtype, int64_t first, int64_t count, const
   narrow(numbers, running, dtype, first, count);
 }
 
-// center, scale and shift. `writes`: also the statistics and the running statistics; one thread does, for each block.
+// Compute center, scale and shift. With `writes`, which is true in one thread per block, also write the statistics and
+// the running statistics.
 template <typename T>
 void coefficients_of(const Kind& kind, const ForwardOutputs& call, int64_t first, int64_t count, bool writes,
                      Coefficients<T, 3>& to) {
@@ -84,7 +85,7 @@ void coefficients_of(const Kind& kind, const ForwardOutputs& call, int64_t first
     update(call.running_var, kind.var_dtype, first, count, all_var, num_values / (num_values - 1), momentum);
 }
 
-// center, a, b and c; for a relu without y, scale and shift.
+// Compute center, a, b and c; for a relu without y also scale and shift.
 template <typename T, size_t num>
 void coefficients_of(const Kind& kind, const BackwardOutputs& call, int64_t first, int64_t count, bool,
                      Coefficients<T, num>& to) {
@@ -105,13 +106,14 @@ void coefficients_of(const Kind& kind, const BackwardOutputs& call, int64_t firs
     convert(all_invstd + TIMES_N + (which - 3) * channels, count, to.numbers[which]);
 }
 
-// The sums of a block in each part: (num_parts, 2, width).
+// The partial sums of a block: (num_parts, 2, width).
 struct Parts {
   const double* sums;
   int64_t num_parts, width;
 };
 
-// Adds the parts up; backward makes sum dy * (x - mean) of sum dy * (x - center), and the gradients of parameters.
+// Add up the partial sums. Backward converts sum dy * (x - center) to sum dy * (x - mean), and computes the gradients
+// of weight and bias.
 template <typename T>
 void finish(const Kind& kind, const Sums& call, bool backward, Parts parts, int64_t first, int64_t count) {
   double *sums = call.sums + first, *seconds = sums + kind.sizes.channels, grad_weight[MAPPED];

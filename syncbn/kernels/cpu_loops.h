@@ -1,6 +1,6 @@
-// The loops over tensors: sums, and maps. See cpu_vectors.h.
+// The loops over tensors: sums and maps (elementwise loops). See cpu_vectors.h.
 
-// A number of a channel, in all lanes; or those of columns.
+// Load one value per coefficient for all lanes, if a vector lies in one channel; else one value per lane.
 template <typename V, bool of_channel, typename Numbers, size_t num>
 INLINED inline std::array<V, num> coefficients(const std::array<Numbers, num>& numbers, int64_t at) {
   std::array<V, num> vectors;
@@ -10,14 +10,14 @@ INLINED inline std::array<V, num> coefficients(const std::array<Numbers, num>& n
   return vectors;
 }
 
-// x and x^2; backward, where there is a coefficient, dy and dy * (x - center), of dy behind the relu.
+// The terms of the sums: x and x^2; with coefficients, in backward, dy and dy * (x - center), dy masked by the relu.
 template <typename T, int num_coefficients, bool has_y> struct Term {
-  // Numbers of 16 bits are first added in float, FEW at a time. Then the sum of squares of similar values is exact: a
-  // square has 16 bits (BFloat16) or 22 (Half), and a float 24.
+  // 16-bit values are first added in float, FEW at a time. The sum of squares of similar values is then exact: a square
+  // has 16 bits (BFloat16) or 22 bits (Half), and a float 24.
   static constexpr bool IN_FLOAT = sizeof(T) == 2;
   static constexpr int64_t FEW = std::is_same_v<T, BFloat16> ? 8 : 4;
   using V = std::conditional_t<IN_FLOAT, Floats, Wide>;
-  using Mapped = std::conditional_t<std::is_same_v<T, double>, Wide, Floats>;  // in what the forward computed y
+  using Mapped = std::conditional_t<std::is_same_v<T, double>, Wide, Floats>;  // in which forward computed y
   const T *dy, *x, *y;
   std::array<const Compute<T>*, num_coefficients> numbers;  // center; for a relu without y, scale and shift
 
@@ -41,7 +41,7 @@ template <typename T, int num_coefficients, bool has_y> struct Term {
   }
 };
 
-// The two sums of a channel over `count` of its runs, which begin `stride` values apart.
+// Compute the two sums of a channel over `count` of its runs, whose starts are `stride` values apart.
 template <typename Term>
 void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t length, int64_t count, int64_t stride,
                  double& first, double& second) {
@@ -50,7 +50,8 @@ void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t lengt
   int64_t blocks_of_rest = divided_up(length % (few * LANES), LANES), blocks_in_rest = 0;
   V mask = mask_of_counted<V>(length);
   auto of = coefficients<typename Term::Mapped, true>(term.numbers, channel);
-  // In float the sums of a few blocks and of rests, else two chains of additions, to hide their latency.
+  // In float: one sum of a few blocks, and one of the rests of runs. In double: two independent chains of additions,
+  // which hide the latency.
   Pair<V> even, odd, &other = Term::IN_FLOAT ? even : odd, &rest = Term::IN_FLOAT ? odd : even;
   Pair<Wide> total;
   auto empty = [&](Pair<V>& sums) INLINED { total = total + wide(sums), sums = {}; };
@@ -82,8 +83,8 @@ void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t lengt
   first = firsts[0], second = seconds[0];
 }
 
-// Adds the sums of each column of `rows` rows, which are `stride` apart, to first and second. Several rows prefetch the
-// next ones: a processor does not see by itself that these follow.
+// Add the sums of each column of `rows` rows, `stride` values apart, to first and second. With several rows the next
+// rows are prefetched, because the hardware prefetcher does not detect that they follow.
 template <int64_t rows, typename Term>
 INLINED inline void add_rows(const Term& term, int64_t start, int64_t stride, int64_t length, double* first,
                              double* second) {
@@ -106,7 +107,7 @@ INLINED inline void add_rows(const Term& term, int64_t start, int64_t stride, in
   set(column, get(column) + wide(masked(sum({}, column, {}), mask_of_counted<V>(length))));
 }
 
-// The sums of `count` channels in a part of the runs.
+// Compute partial sums of `count` channels over runs.
 template <typename Term>
 void sum_runs(const Sizes& sizes, const Term& term, int64_t part, int64_t first, int64_t count, double* sums) {
   int64_t outer = part * sizes.outers_of_part(), runs = std::min(sizes.outers_of_part(), sizes.outer - outer);
@@ -116,7 +117,7 @@ void sum_runs(const Sizes& sizes, const Term& term, int64_t part, int64_t first,
                 sums[WIDTH_OF_SUMS + channel]);
 }
 
-// The same in a part of the rows.
+// Compute partial sums of `count` channels over rows.
 template <typename Term>
 void sum_rows(const Sizes& sizes, const Term& term, int64_t part, int64_t first, int64_t count, double* sums) {
   double* seconds = sums + WIDTH_OF_SUMS;
@@ -131,7 +132,7 @@ void sum_rows(const Sizes& sizes, const Term& term, int64_t part, int64_t first,
   sizes.gather(count, sums), sizes.gather(count, seconds);
 }
 
-// The sums of all channels, of which backward makes the gradients of parameters.
+// Compute the sums of all channels and, in backward, the gradients of weight and bias.
 template <typename T, typename Term>
 Status sum_all(const Kind& kind, const Sums& call, bool backward, const Term& term, double* scratch) {
   const Sizes& sizes = kind.sizes;
@@ -141,7 +142,7 @@ Status sum_all(const Kind& kind, const Sums& call, bool backward, const Term& te
   Status status = parallel(pieces, sizes.numel() / std::max<int64_t>(1, pieces), [&](int64_t begin, int64_t end) {
     double sums[2 * WIDTH_OF_SUMS];
     Coefficients<T, std::max<size_t>(1, num)> of;
-    Term own = term;  // as far as the compiler knows, what is written could lie in `term`
+    Term own = term;  // a local copy, which writes cannot alias
     for (size_t which = 0; which < num; ++which) own.numbers[which] = of.numbers[which];
     for (int64_t index = begin; index < end; ++index) {
       int64_t part = index / blocks, first = index % blocks * some, count = std::min(some, channels - first);
@@ -178,8 +179,8 @@ template <typename T> Status sum(const Kind& kind, const Sums& call, bool backwa
 
 template <typename T> using MapVector = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
 
-// Calls body(memory, index, coefficients) for the vectors of a run of a channel, or of columns of a row. The last
-// vector ends where the piece ends, and so overlaps the previous one. `ahead`: see Memory.
+// Call body(memory, index, coefficients) for the vectors of a run, or of some columns of a row. The last vector ends at
+// the end of the piece, so it may overlap the previous vector. `ahead`: see Memory.
 template <typename V, bool in_runs, bool streams, typename Numbers, typename Body>
 INLINED inline void map_piece(const Numbers& numbers, int64_t channel, int64_t start, int64_t length, int64_t ahead,
                               const Body& body) {
@@ -196,13 +197,13 @@ INLINED inline void map_piece(const Numbers& numbers, int64_t channel, int64_t s
   apply({}, length - step);
 }
 
-// Calls coefficients_of for some channels and then body for what they have, in each block. `outputs`: the addresses
-// that are written, or-ed. The last values first, as of a large tensor the caches hold what was added up last.
+// For each block call coefficients_of for its channels, then body for its values. `outputs`: the bitwise or of the
+// addresses that are written. The order is reversed, because the caches hold the values that the sums have read last.
 template <typename T, size_t num, typename Call, typename Body>
 Status map_all(const Kind& kind, const Call& call, uintptr_t outputs, const Body& body) {
   const Sizes& sizes = kind.sizes;
   int64_t some = sizes.channels_of_block(MAPPED), rows = std::max<int64_t>(1, sizes.rows()), numel = sizes.numel();
-  int64_t values = std::max<int64_t>(1, some * sizes.columns_of_channel());  // of a piece
+  int64_t values = std::max<int64_t>(1, some * sizes.columns_of_channel());  // per piece
   int64_t of_block = rows, pieces = rows * divided_up(sizes.channels, some);
   if (sizes.in_runs()) values = sizes.inner, of_block = rows * some, pieces = rows * sizes.channels;
   int64_t step = std::max<int64_t>(1, FORWARDS / values);
@@ -212,7 +213,7 @@ Status map_all(const Kind& kind, const Call& call, uintptr_t outputs, const Body
       const auto numbers = coefficients.addresses();
       const Body own = body;  // as in sum_all
       const int64_t inner = sizes.inner, stride = sizes.row();
-      // The next row: a processor does not see by itself that after a part of a row that of the next follows.
+      // Prefetch the next row: the hardware prefetcher does not detect the jump from a part of a row to the next row.
       const int64_t ahead = in_runs.value || some >= sizes.channels ? 0 : stride;
       while (begin < end) {
         int64_t start_of_block = (end - 1) / of_block * of_block, start = std::max(begin, start_of_block);
@@ -225,7 +226,7 @@ Status map_all(const Kind& kind, const Call& call, uintptr_t outputs, const Body
             int64_t row = index - start_of_block, channel = 0;
             if (in_runs.value) channel = row % count, row /= count;
             int64_t from = row * stride + (first + channel) * inner;
-            int64_t there = std::clamp<int64_t>(numel - from, 0, length);  // the last of the long rows may be shorter
+            int64_t there = std::clamp<int64_t>(numel - from, 0, length);  // the last long row may be shorter
             map_piece<MapVector<T>, in_runs.value, streams.value>(numbers, channel, from, there, ahead, own);
           }
       }

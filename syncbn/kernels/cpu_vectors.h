@@ -1,6 +1,6 @@
 // Vectors of WIDTH bytes, and how loops read and write them. cpu.cpp includes this file, cpu_channels.h and cpu_loops.h
-// once for each instruction set, within a namespace; hence no include guard and no other include. Sums and per-channel
-// values take LANES values at a time, as Floats or as doubles (Wide); maps a vector of Floats, or of Doubles.
+// once for each instruction set, within a namespace, so the files have no include guards and include nothing. Sums and
+// per-channel values are processed LANES at a time, as Floats or doubles (Wide); maps use Floats or Doubles.
 
 constexpr int64_t LANES = WIDTH / sizeof(float);
 static_assert(LANES <= SHORTEST_RUN && LANES <= PADDING);
@@ -18,9 +18,9 @@ template <typename V> Pair<V> operator+(Pair<V> a, Pair<V> b) { return {a.first 
 template <typename V> Pair<V> operator-(Pair<V> a, Pair<V> b) { return {a.first - b.first, a.second - b.second}; }
 template <typename V> Pair<V> operator*(Pair<V> a, Pair<V> b) { return {a.first * b.first, a.second * b.second}; }
 template <typename V> Pair<V> operator/(Pair<V> a, Pair<V> b) { return {a.first / b.first, a.second / b.second}; }
-using Wide = Pair<Doubles>;  // not one vector of twice the width: GCC makes much slower code of that
+using Wide = Pair<Doubles>;  // two vectors: GCC generates much slower code for one vector of twice the width
 
-// A tensor may begin anywhere, also between the places of its numbers.
+// A tensor may begin at any address, also at one that is not aligned to its dtype.
 template <typename Vector> inline Vector load(const void* from) {
   Vector vector;
   std::memcpy(&vector, from, sizeof(vector));
@@ -28,8 +28,8 @@ template <typename Vector> inline Vector load(const void* from) {
 }
 template <typename Vector> inline void store(void* to, Vector vector) { std::memcpy(to, &vector, sizeof(vector)); }
 
-// What each instruction set does in its own way. GCC 12 makes four or five instructions of __builtin_convertvector
-// where there is one. A stream goes past the caches: the processor does not read what it overwrites.
+// Operations that differ between instruction sets. GCC 12 compiles __builtin_convertvector to four or five instructions
+// where one exists. `stream` bypasses the caches: the processor does not read the memory that it overwrites.
 #if WIDTH == 64
 inline Doubles doubles(HalfOfFloats values) { return _mm512_cvtps_pd(values); }
 inline Words words(Shorts shorts) { return (Words)_mm512_cvtepu16_epi32((__m256i)shorts); }
@@ -63,7 +63,7 @@ inline Words words(Shorts shorts) { return __builtin_convertvector(shorts, Words
 inline Shorts shorts(Words words) { return __builtin_convertvector(words, Shorts); }
 inline Floats floats_of_halves(Shorts halves) {
   Words bits = words(halves), magnitude = bits & 0x7fff;
-  // 2^112 is the difference of the exponents' biases; the product is exact, also of a subnormal.
+  // 112 is the difference of the exponents' biases; the product is exact, also for subnormal values.
   Words finite = (Words)((Floats)(magnitude << 13) * 0x1p112f);
   Words value = magnitude >= 0x7c00 ? (magnitude << 13) | 0x7f800000 : finite;
   return (Floats)(value | (bits & 0x8000) << 16);
@@ -71,7 +71,7 @@ inline Floats floats_of_halves(Shorts halves) {
 inline Shorts halves(Floats values) {
   Words bits = (Words)values, magnitude = bits & 0x7fffffff;
   Words normal = ((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13) - (112 << 10);  // to nearest, ties to even
-  // Beside 0.5 the last bit of a float is worth 2^-24, as that of a subnormal half.
+  // At 0.5 the last bit of a float has the value 2^-24, like the last bit of a subnormal half.
   Words subnormal = (Words)((Floats)magnitude + 0.5f) - 0x3f000000;
   Words rounded = magnitude < 0x38800000 ? subnormal : normal;
   rounded = magnitude >= 0x47800000 ? Words{} + 0x7c00 : rounded;
@@ -118,15 +118,15 @@ inline Floats narrowed(Wide values) {
   std::array<HalfOfFloats, 2> halves = {narrowed(values.first), narrowed(values.second)};
   return load<Floats>(&halves);
 }
-// By way of float, as torch rounds a double.
+// A double is rounded to float first, as in torch.
 template <typename T> inline void write(T* to, Wide values) { write(to, narrowed(values)); }
 template <typename T, typename V> inline void stream(T* to, V values) { write(to, values); }
 
-// How a loop body touches memory. What is known of it when it is compiled costs nothing.
+// How a loop body reads and writes memory. Fields that are known at compile time cost nothing.
 struct Memory {
-  int64_t count = LANES;  // of values at the address; the other lanes read 0
+  int64_t count = LANES;  // number of values at the address; the other lanes read 0
   bool streams = false;
-  int64_t ahead = 0;  // if not 0, the numbers so far ahead are fetched to the second cache; sums fill the first
+  int64_t ahead = 0;  // prefetch distance in values, into the L2 cache because sums fill L1; 0: no prefetch
 
   template <typename V, typename T> INLINED V get(const T* from) const {
     if (ahead) __builtin_prefetch(from + ahead, 0, 2);
@@ -151,13 +151,13 @@ template <typename V> inline V unless_zero(V divisor, V values) { return divisor
 inline Wide unless_zero(Wide of, Wide values) {
   return {unless_zero(of.first, values.first), unless_zero(of.second, values.second)};
 }
-template <typename V> inline V not_negative(V values) { return values < 0 ? V{} : values; }  // NaN stays
+template <typename V> inline V not_negative(V values) { return values < 0 ? V{} : values; }  // NaN is kept
 inline Wide not_negative(Wide of) { return {not_negative(of.first), not_negative(of.second)}; }
-// The largest number that becomes 0 as a T.
+// The largest float that rounds to 0 as a T.
 template <typename T>
 constexpr float ZERO = std::is_same_v<T, Half> ? 0x1p-25f : std::is_same_v<T, BFloat16> ? 0x1p-134f : 0;
 
-// Mask of the last, overlapping vector of `length` values: set lanes were added before and are dropped.
+// Mask for the last, overlapping vector of `length` values. The set lanes have been added before and are dropped.
 template <typename V> inline V mask_of_counted(int64_t length) {
   using Number = std::conditional_t<std::is_same_v<V, Floats>, float, double>;
   return read<V>((const Number*)(ZEROS_BEHIND_ONES + PADDING) - LANES + length % LANES);
@@ -167,7 +167,7 @@ inline Wide masked(Wide of, Wide mask) { return {masked(of.first, mask.first), m
 template <typename V> Pair<V> masked(Pair<V> of, V mask) { return {masked(of.first, mask), masked(of.second, mask)}; }
 template <typename V> inline Pair<Wide> wide(Pair<V> sums) { return {wide(sums.first), wide(sums.second)}; }
 
-// Calls body(memory, index) for vectors of LANES of `count` values.
+// Call body(memory, index) for each vector of LANES of `count` values.
 template <typename Body> INLINED inline void for_vectors(int64_t count, const Body& body) {
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) body(Memory{}, i);

@@ -197,7 +197,7 @@ class Forward(interface.ForwardKernels):
         channel_addresses = map(_address, (weight, bias, running_mean, running_var, counter, counter_before))
         addresses = total.data_ptr(), *channel_addresses, statistics.data_ptr(), coefficients.data_ptr()
         self.forward_channels(*addresses, varying=(float(momentum or 0.0), *(status_words or NO_STATUS)))
-        # Autograd detects a change of a saved tensor by its version.
+        # Autograd then detects the change.
         increment_version([buffer for buffer in (running_mean, running_var, counter) if buffer is not None])
         self.normalize(x.data_ptr(), _address(residual), y.data_ptr(), coefficients.data_ptr())
         return y, statistics, True

@@ -1,6 +1,6 @@
-"""Tells Inductor, which compiles graphs, how to pass tensors to the operators, and fuses a relu into them.
+"""Makes Inductor pass tensors to the operators in the layout of x, and fuse a relu into the operators.
 
-Uses private names of Inductor. fallback.py imports this module while torch compiles.
+The module uses private names of Inductor. fallback.py imports it while torch compiles.
 """
 
 import functools
@@ -21,29 +21,31 @@ from torch.fx.node import map_arg
 from syncbn.kernels.operators import backward_outputs, backward_sums, forward_outputs, forward_sums
 
 _aten = torch.ops.aten
-# The arguments of operators in each graph that is compiled: a tensor that several operators read is copied once.
+# The converted arguments of operators in each graph, so that a tensor that several operators read is copied once.
 _converted: WeakKeyDictionary[Any, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
 
 
 @functools.cache
 def register_with_inductor() -> None:
-    """Register both with Inductor, once."""
+    """Register the layouts and the fusion with Inductor, once per process."""
     for syncbn_operator in (forward_sums, forward_outputs, backward_sums, backward_outputs):
         make_fallback(syncbn_operator, functools.partial(_require_layout_of_x, syncbn_operator))
-    tensors = [Ignored() for _ in range(5)]  # and the channels' dim, of whatever values
+    tensors = [Ignored() for _ in range(5)]  # x, channel_dim, total, weight and bias: any values
     outputs = CallFunction(forward_outputs, *tensors, None, Ignored(), False, _users=MULTIPLE)  # no residual, no relu
     relu = CallFunction(_aten.relu.default, CallFunction(operator.getitem, outputs, 0))  # the only user of y
     register_graph_pattern(relu, pass_dict=joint_graph.patterns)(_fuse_relu)
 
 
 def _require_layout_of_x(syncbn_operator: Any, node: Node, *inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs of an operator of ours, x without gaps, its dims in any order in memory, and dy, y and the residual in
-    the same order. Inductor's own outputs take this layout; other tensors are copied."""
+    """Return the inputs of an operator: x non-overlapping and dense, and dy, y and residual with the same strides.
+
+    Inductor writes its own outputs with these strides, and copies other tensors.
+    """
     names = [argument.name for argument in syncbn_operator._schema.arguments]
     arguments = dict(zip(names, inputs, strict=True))
     converted = _converted.setdefault(V.graph, {})
     try:
-        with config.patch(comprehensive_padding=False):  # which makes gaps
+        with config.patch(comprehensive_padding=False):  # padding would make x not dense
             x = arguments["x"] = ExternKernel.realize_input(arguments["x"])
             strides = as_storage_and_layout(x)[1].stride
         order = get_stride_order(strides, V.graph.sizevars.shape_env)
@@ -54,16 +56,16 @@ def _require_layout_of_x(syncbn_operator: Any, node: Node, *inputs: Any) -> tupl
                 if key not in converted:
                     converted[key] = ExternKernel.require_exact_strides(arguments[name], dense)
                 arguments[name] = converted[key]
-    except (AttributeError, TypeError):  # another torch has other names; operators then copy what they cannot read
+    except (AttributeError, TypeError):  # another torch has other names; the operators then copy tensors
         return inputs, {}
     return (*arguments.values(),), {}
 
 
 def _fuse_relu(match: Match, *_: object) -> None:
-    """The relu of y becomes the operators' own; it masks dy in backward, for which statistics get longer.
+    """Fuse the relu of y into forward_outputs and the backward operators, which mask dy with longer statistics.
 
-    The bits stay the same: a relu commutes with rounding, and where dy is masked twice that is as once. Nothing is done
-    where the statistics have readers for which their length could matter.
+    The results keep their bits: a relu commutes with rounding, and masking dy twice is the same as once. The relu is
+    not fused if the statistics have other readers to which their length could matter.
     """
     relu: Any = match.output_node()
     y = relu.args[0]
@@ -89,12 +91,12 @@ def _fuse_relu(match: Match, *_: object) -> None:
 
 
 def _set_argument(node: Any, name: str, value: object) -> None:
-    """Sets an argument of the operator that this node calls."""
+    """Set the argument `name` of the operator that this node calls."""
     node.update_arg([argument.name for argument in node.target._schema.arguments].index(name), value)
 
 
 def _is_slice_within(node: Any, length: int) -> bool:
-    """Whether this node takes a part that ends within so many first values."""
+    """Return whether this node is a slice that ends at or before `length`."""
     end = node.args[-1]
     return node.target is _aten.slice.Tensor and len(node.args) == 4 and isinstance(end, int) and end <= length
 

@@ -1,8 +1,8 @@
-"""Registers the kernels for CPUs and GPUs as torch operators when it is imported, and calls them.
+"""Registers the kernels of cpu.py and gpu.py as torch operators, and wraps them as a back end of the fallback.
 
-They serve what cpu.py and gpu.py cannot take: compiled graphs, dispatch modes, transforms, and tensors whose values are
-not at their address. The operators check their tensors. They have no gradient of their own, and are only for use inside
-an autograd.Function, once select.py has loaded the kernels.
+Operators work where direct calls of cpu.py and gpu.py cannot: in compiled graphs, under dispatch modes and transforms,
+and for tensors whose values are not at their addresses. They check their tensors. They have no autograd formulas: use
+them only inside an autograd.Function, after select.py has loaded the kernels.
 """
 
 import functools
@@ -21,7 +21,7 @@ from syncbn.torch_internals import require_storage
 Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("syncbn", "DEF")
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
-# Operators whose arguments or results change get new names: Inductor's cache on disk has graphs with the old ones.
+# An operator whose arguments or results change gets a new name, because Inductor's cache on disk contains the old one.
 
 
 class Forward(reference.Forward):
@@ -51,7 +51,7 @@ class Backward(reference.Backward):
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Makes the decorated function an operator; `fake` returns tensors like its own, without values."""
+    """Register the decorated function as an operator. `fake` returns tensors with the same metadata, without values."""
 
     def register(function: Function) -> Function:
         name = schema.partition("(")[0]
@@ -134,15 +134,18 @@ def backward_outputs(
 def _prepare(
     x: Tensor, channel_dim: int, masks_by_x: bool = False, **tensors: Tensor | None
 ) -> tuple[Layout, list[Any]]:
-    """Return the layout of x, whatever the order of its dims in memory, and a list: x, copied if it has gaps, and the
-    other tensors, copied unless they are in memory as kernels take them.
+    """Return the layout of x, whatever the order of its dims in memory, and a list of x and the other tensors.
 
-    **Raises** RuntimeError unless x has floats and this dim; dy, y and residual the dtype and shape of x; the others
-    their numbers of per-channel values; and all are on the device of x, and with memory.
+    x is copied unless it is non-overlapping and dense; dy, y and residual unless they have the strides of x; other
+    tensors unless they are contiguous.
+
+    **Raises** RuntimeError unless x is floating-point and has this dim; dy, y and residual have the dtype and shape of
+    x; the other tensors have the right lengths and dtypes; all tensors are on the device of x; and no storage was
+    freed.
     """
     if x.dtype not in FLOATS or not 0 <= channel_dim < x.ndim:
         raise RuntimeError(
-            f"expected an input of floats with channels in dim {channel_dim}, got {tuple(x.shape)}, {x.dtype}"
+            f"expected a floating-point input with channels in dim {channel_dim}, got {tuple(x.shape)}, {x.dtype}"
         )
     layout = _layout(x.shape, x.stride(), channel_dim)
     if layout is None:
@@ -158,12 +161,12 @@ def _prepare(
         dtypes = [x.dtype] if is_like_x else [*FLOATS] if is_parameter else [torch.float64]
         if tensor.shape != shape or tensor.dtype not in dtypes or tensor.get_device() != x.get_device():
             raise RuntimeError(
-                f"expected {name} of {tuple(shape)}, {' or '.join(map(str, dtypes))} on {x.device}, got "
+                f"expected {name} of shape {tuple(shape)}, {' or '.join(map(str, dtypes))} on {x.device}, got "
                 f"{tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
             )
         if not is_like_x:
             tensor = tensor.contiguous()
-        elif tensor.stride() != x.stride():  # as of zeros that autograd has made up, which are 0
+        elif tensor.stride() != x.stride():  # such as zeros of autograd, whose strides are 0
             tensor = torch.empty_like(x).copy_(tensor)
         prepared.append(tensor)
     require_storage([tensor for tensor in prepared if tensor is not None])
@@ -172,7 +175,7 @@ def _prepare(
 
 @functools.lru_cache(4096)
 def _layout(shape: torch.Size, strides: tuple[int, ...], channel_dim: int) -> Layout | None:
-    """The layout of a tensor whose dims are put in their order in memory; None if there are gaps."""
+    """Return the layout of a tensor with its dims permuted to their order in memory, or None if it is not dense."""
     order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
     in_order = torch.empty_strided(shape, strides, device="meta").permute(order)
     return Layout.of(in_order, order.index(channel_dim)) if in_order.is_contiguous() else None

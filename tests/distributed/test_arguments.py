@@ -31,7 +31,7 @@ C = 3
 
 
 def check_refused(ranks: Ranks, call: Callable[[], object], layer: nn.Module, text: str) -> None:
-    """Rank 0 raises this text, the others that it does; the layer is as before."""
+    """Require that rank 0 raises this text, that the others report it, and that the layer has not changed."""
     faulty = ranks.rank == 0
     before = copy.deepcopy(layer.state_dict()) if not faulty else {}
     match = "" if faulty else r"another rank failed(.|\n)*rank 0: \w+Error: (.|\n)*"
@@ -45,7 +45,7 @@ def check_refused(ranks: Ranks, call: Callable[[], object], layer: nn.Module, te
 
 
 def nested() -> Tensor:
-    """Without strides: a check of the guards would abort the process."""
+    """Return a tensor without strides: a check of its guards would abort the process."""
     with warnings.catch_warnings(action="ignore"):
         return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
 
@@ -81,7 +81,8 @@ def freed(tensor: Tensor) -> Tensor:
 def test_a_bad_argument_after_kernels_were_cached(
     ranks: Ranks, name: str, bad: Callable[[], object], message: str
 ) -> None:
-    """The faulty rank joins the all_reduce of the others, who are on the fast path; all raise, nothing moves."""
+    """The faulty rank joins the all_reduce of the others, which take the fast path. All ranks raise, and nothing
+    changes."""
     good = {"running_mean": torch.zeros(C), "running_var": torch.ones(C), "weight": torch.ones(C), "eps": 1.0}
     good |= {"input": torch.randn(2 + ranks.rank, C, 5), "training": True}
     sync_batch_norm(**good)
@@ -155,7 +156,7 @@ def test_the_layer_and_every_faulty_rank_are_named(ranks: Ranks) -> None:
 
 
 def test_a_bad_argument_in_another_layer(ranks: Ranks) -> None:
-    """Every rank raises that the layers differ; the rank at fault has its own error in front of it."""
+    """Every rank raises that the layers differ; the faulty rank's own error is the context."""
     first, second = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(C), nn.BatchNorm1d(C)))
     with pytest.raises(RanksDifferError, match="rank 0: in layer '0' forward, call 1\n") as raised:
         second(GOOD) if ranks.rank else first(GOOD[:, :2])
@@ -226,7 +227,7 @@ LAYERS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 @pytest.mark.parametrize("before", ["", "trained", "trained in inference mode"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_that_cannot_be_trained(ranks: Ranks, name: str, before: str) -> None:
-    """Otherwise rank 0 would fail when the others have trained, and wait in their backward. Also where kernels are
+    """Rank 0 would otherwise fail after the others have trained, and they would wait in their backward. Kernels may be
     cached, perhaps for tensors that have the same dispatch keys in inference mode."""
     change, words = LAYERS[name]
     layer, x = syncbn.SyncBatchNorm1d(C), torch.randn(4, C)
@@ -248,7 +249,7 @@ def test_layers_that_cannot_be_trained(ranks: Ranks, name: str, before: str) -> 
 @pytest.mark.parametrize("name", ["input", "mask", "z"])
 @pytest.mark.parametrize("mode", ["autograd", "frozen", "no_grad", "inference_mode"])
 def test_inputs_of_inference_mode(ranks: Ranks, name: str, mode: str) -> None:
-    """They are refused where autograd must save them, also where a plan was made in inference mode."""
+    """They are refused if autograd must save them, even if kernels were cached in inference mode."""
     layer = syncbn.SyncBatchNorm1d(C).requires_grad_(mode != "frozen")
     tensors = {"input": torch.randn(4, C), "z": torch.randn(4, C), "mask": torch.ones(4, dtype=torch.bool)}
     with torch.inference_mode():
@@ -271,7 +272,7 @@ def test_inputs_of_inference_mode(ranks: Ranks, name: str, mode: str) -> None:
 @pytest.mark.parametrize("num_features", [[C], -1, 2.5, C + 0.0, None])
 @pytest.mark.parametrize("affine", [False, True])
 def test_num_features_that_is_set_to_no_number(ranks: Ranks, num_features: object, affine: bool) -> None:
-    """It may not be hashable, and is no number of channels to send. The tensors of a layer have its channels."""
+    """The value may be unhashable. The tensors of a layer have its number of channels."""
     layer, x = syncbn.SyncBatchNorm1d(C, affine=affine, track_running_stats=affine), torch.randn(4, C)
     layer(x)
     if ranks.rank == 0:
@@ -304,7 +305,7 @@ def test_a_lazy_layer_that_has_loaded_its_tensors(ranks: Ranks, converted_before
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiles)])
 def test_a_pruned_layer(ranks: Ranks, compiled: bool) -> None:
-    """Its tensors have been cut by hand; its num_features have not."""
+    """The program has cut its tensors, and has left num_features as it was."""
     layer, plain = syncbn.SyncBatchNorm2d(2 * C), nn.BatchNorm2d(C)
     for name, tensor in plain.state_dict(keep_vars=True).items():
         setattr(layer, name, copy.deepcopy(tensor))

@@ -9,12 +9,11 @@ from functools import partial
 
 import pytest
 import torch
-from counting import CountCollectives
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from training import Checkpointed, step
+from training import Checkpointed, CountCollectives, step
 from voting import Ranks
 
 import syncbn

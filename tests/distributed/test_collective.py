@@ -72,9 +72,9 @@ def test_which_groups_exchange(monkeypatch: pytest.MonkeyPatch, size: int, confi
 
 @pytest.mark.two_ranks
 def test_ranks_with_payloads_on_both_sides_of_64_kb(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait until the time-out, and then say how each has called the layer."""
+    """They wait until the time-out, and then report how each has called the layer."""
     monkeypatch.setattr(report, "SETTLE_SECONDS", 0.3)
-    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     layer = syncbn.SyncBatchNorm1d(4090 + 10 * ranks.rank, device=ranks.device, process_group=group)
     with pytest.raises(RuntimeError, match=r"with 4090 channels over ranks 0-1(; .*)?\nrank 1: .* with 4100 channels"):
         layer(torch.randn(2, layer.num_features, device=ranks.device))

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import voting
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from training import step
 from voting import Ranks
@@ -62,10 +61,6 @@ def require_equal(compiled: nn.Module, layer: nn.Module, eager: nn.Module, x: Te
         # What a layer keeps of a group is looked up inside the graph.
         ("aot_eager", {"process_group": 2}),
         ("aot_eager", {"process_group": dist.new_group}),
-        (
-            "aot_eager",
-            {"process_group": lambda: init_device_mesh(DEVICE, (2,), mesh_dim_names=("all",))["all"].get_group()},
-        ),
     ],
     ids=str,
 )
@@ -82,22 +77,14 @@ def test_with_ddp(ranks: Ranks) -> None:
     eager, x = small_model().to(ranks.device), own_input(ranks)
     layers = [copy.deepcopy(eager) for _ in range(2)]
     inside = DistributedDataParallel(torch.compile(layers[0], backend="aot_eager", fullgraph=True))
-    outside = torch.compile(DistributedDataParallel(layers[1]))
+    outside = torch.compile(DistributedDataParallel(layers[1]), backend="aot_eager")
     for compiled, layer in zip((inside, outside), layers, strict=True):
         require_equal(compiled, layer, DistributedDataParallel(copy.deepcopy(eager)), x)
 
 
-def test_bf16_autocast(ranks: Ranks) -> None:
-    model = small_model().to(ranks.device)
-    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
-    with torch.autocast(ranks.device.type, dtype=torch.bfloat16):
-        actual, expected = compiled(own_input(ranks)), model(own_input(ranks))
-    assert actual.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("is_full", [True, False])
-@pytest.mark.parametrize("kind", ["layer", "sync_batch_norm", "sync_batch_stats"])
+@pytest.mark.parametrize(
+    ("kind", "is_full"), [("layer", True), ("layer", False), ("sync_batch_norm", True), ("sync_batch_stats", True)]
+)
 def test_compiled_before_there_is_a_group(ranks: Ranks, kind: str, is_full: bool) -> None:
     """Each default group compiles once more. Without a group the first graph serves again."""
     functions: dict[str, Callable[[Tensor], Any]] = {
@@ -142,15 +129,15 @@ def test_an_int_before_there_is_a_group(ranks: Ranks, is_full: bool) -> None:
     torch.testing.assert_close(compiled(x), copy.deepcopy(layer)(expected))
 
 
-def test_masks(ranks: Ranks) -> None:
-    """No shape depends on the mask's values, so nothing breaks the graph."""
-    eager, x = syncbn.SyncBatchNorm2d(1, fuse_relu=True).to(ranks.device), own_input(ranks)
+def test_masks_in_bfloat16(ranks: Ranks) -> None:
+    """No shape depends on the values of the mask, so nothing breaks the graph."""
+    eager, x = syncbn.SyncBatchNorm2d(1, fuse_relu=True).to(ranks.device), own_input(ranks).bfloat16()
     layer = copy.deepcopy(eager)
     compiled = torch.compile(layer, fullgraph=True)
     for seed in range(2):
         mask = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(seed)).to(ranks.device) < 0.5
         actual, expected = step(compiled, layer, x, mask=mask), step(eager, eager, x, mask=mask)
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
 
 
 def test_masks_of_dynamic_sizes(ranks: Ranks) -> None:

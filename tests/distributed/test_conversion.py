@@ -14,13 +14,12 @@ import pytest
 import torch
 import torch.fx
 import torch.nn.functional as F
-from counting import CountCollectives
 from subclasses_of_batchnorm import BatchNormAct2d, CallsFunctional, CallsSuper2d, Frozen, OwnMathematics, parametrized
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-from training import mine, require_equal_state, require_trains_as, step, train, whole_batches
+from training import CountCollectives, mine, require_equal_state, require_trains_as, step, train, whole_batches
 from voting import Ranks
 
 import syncbn
@@ -87,17 +86,16 @@ def test_evaluation_without_running_statistics_is_local(ranks: Ranks) -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("timm's", "inductor"), ("calls super", "aot_eager"), ("parametrized subclass", "aot_eager")]
-)
-def test_subclasses_take_one_collective_each_way_and_compile(ranks: Ranks, kind: str, backend: str) -> None:
+@pytest.mark.parametrize("kind", ["timm's", "calls super", "parametrized subclass"])
+def test_subclasses_take_one_collective_each_way_and_compile(ranks: Ranks, kind: str) -> None:
     layer = syncbn.convert_syncbn_model(make(kind))[1].to(ranks.device)
     other = copy.deepcopy(layer)
-    torch.manual_seed(ranks.rank)
-    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=ranks.device)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(ranks.rank))
+    x = x.to(ranks.device)
     with CountCollectives() as training:
         expected = step(layer, layer, x)
-    torch.testing.assert_close(step(torch.compile(other, backend=backend, fullgraph=True), other, x), expected)
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(step(compiled, other, x), expected)
     with CountCollectives() as evaluation:
         step(layer.eval(), layer, x)
     assert (training.total, evaluation.total) == (2, 0)
@@ -106,11 +104,9 @@ def test_subclasses_take_one_collective_each_way_and_compile(ranks: Ranks, kind:
 def test_averaged_copies(ranks: Ranks) -> None:
     """Their updates and evaluation send nothing; the statistics are averaged, the model's, or by update_bn those of all
     ranks' data, as on one process."""
-    ema = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}
+    ema, whole, results = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, whole_batches(ranks, STEPS), []
     alone, model = (make("plain").to(ranks.device) for _ in range(2))
-    whole = whole_batches(ranks, STEPS)
     ddp = DistributedDataParallel(syncbn.convert_syncbn_model(model))
-    results = []
     for one, trained, x, labels in ((alone, alone, *whole), (model, ddp, *mine(ranks, *whole))):
         copies = [AveragedModel(one, use_buffers=True, **ema), AveragedModel(one, **ema), AveragedModel(one)]
         for index in range(STEPS):
@@ -121,10 +117,8 @@ def test_averaged_copies(ranks: Ranks) -> None:
                     averaged.eval()(x[index])
             assert collectives.total == 0
         assert torch.equal(copies[1].module[1].running_var, one[1].running_var)
-        assert not torch.equal(copies[0].module[1].running_var, one[1].running_var)
         update_bn(list(x), copies[2])
         results.append(nn.ModuleList(copies))
-    assert isinstance(copies[2].module[1], syncbn.SyncBatchNorm2d)
     require_equal_state(*results)
 
 
@@ -343,7 +337,7 @@ def test_a_forward_that_calls_no_batch_norm_is_warned_of_once(ranks: Ranks) -> N
     model[0]._synchronised_ranks = ranks.size
     with pytest.warns(UserWarning, match="syncbn is not synchronising") as warned:
         model.to(ranks.device)(torch.randn(4, 3, 2, 2, device=ranks.device))
-    advice = "If it normalises by its batch, let it call one of them, or syncbn.functional.sync_batch_norm."
+    advice = "If it uses the statistics of the batch, let it call one of them, or syncbn.functional.sync_batch_norm."
     assert [str(one.message) for one in warned] == [
         f"syncbn is not synchronising: {name}.forward calls neither super().forward nor F.batch_norm. {advice}"
         for name in ("Own", "Inner")

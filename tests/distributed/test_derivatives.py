@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from counting import CountCollectives
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
+from training import CountCollectives
 from voting import Ranks
 
 from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_stats
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # which torch's forward mode uses
 
-NUM_GRADIENTS = 5  # in a stack; on every rank
 C = 3
 BatchNorm = Callable[..., Tensor]  # of x and what else is given
-Way = Callable[[BatchNorm, list[Tensor], Tensor], Sequence[Tensor]]
+Way = Callable[[BatchNorm, list[Tensor]], Sequence[Tensor]]
 
 
 def definition(x: Tensor, mask: Tensor, relu: bool, **given: Tensor) -> Tensor:
@@ -66,7 +65,6 @@ class Batch:
         torch.manual_seed(0)
         x, z = torch.randn(2, sum(sizes), C, 2, 4, dtype=torch.float64).to(ranks.device)
         weight, bias = torch.randn(2, C, dtype=torch.float64).to(ranks.device)
-        self.stack = torch.randn(NUM_GRADIENTS, *x.shape, dtype=torch.float64).to(ranks.device)
         self.masked = masked
         self.mask = torch.rand(sum(sizes), 1, 2, 4).to(ranks.device) < (0.7 if masked else 1)
         x.masked_fill_(~self.mask, torch.nan)
@@ -92,11 +90,8 @@ class Batch:
         given = [self.tensors[name] for name in self.names]
         mine = [one[self.samples] if one.ndim == 4 else one for one in given]
         return [
-            way(function, [one.clone().requires_grad_(requires_grad) for one in tensors], stack)
-            for function, tensors, stack in (
-                (self.share, mine, self.stack[:, self.samples]),
-                (self.whole, given, self.stack),
-            )
+            way(function, [one.clone().requires_grad_(requires_grad) for one in tensors])
+            for function, tensors in ((self.share, mine), (self.whole, given))
         ]
 
 
@@ -112,28 +107,24 @@ def penalty(gradients: Sequence[Tensor]) -> Tensor:
     return sum(one.square().sum() if one.ndim == 4 else one.sum() for one in gradients)
 
 
-def gradients(loss: BatchNorm, given: Sequence[Tensor], transform: Callable[..., Any] = grad) -> Sequence[Tensor]:
+def gradients(loss: BatchNorm, given: Sequence[Tensor]) -> Sequence[Tensor]:
     """By torch.func."""
-    return transform(loss, argnums=tuple(range(len(given))))(*given)
+    return grad(loss, argnums=tuple(range(len(given))))(*given)
 
 
-def tangents(given: Sequence[Tensor], stack: Tensor) -> tuple[Tensor, ...]:
-    return tuple(stack[0] if one.ndim == 4 else one.detach().cos() for one in given)
-
-
-def grad_of_penalty(f: BatchNorm, given: list[Tensor], _: Tensor) -> Sequence[Tensor]:
+def grad_of_penalty(f: BatchNorm, given: list[Tensor]) -> Sequence[Tensor]:
     return torch.autograd.grad(penalty(torch.autograd.grad(cubes(f)(*given), given, create_graph=True)), given)
 
 
 # By torch.func, whose tensors require no gradient, and which always makes a graph of the backward; and by others. The
-# number of all_reduces is that of forward and backward of a first derivative; a stack of gradients needs one.
+# number of all_reduces is that of forward and backward of a first derivative.
 FUNC_WAYS: dict[str, tuple[Way, int | None]] = {
-    "grad": (lambda f, given, _: gradients(cubes(f), given), 3),
-    "grad of grad": (lambda f, given, _: gradients(lambda *x: penalty(gradients(cubes(f), x)), given), None),
+    "grad": (lambda f, given: gradients(cubes(f), given), 3),
+    "grad of grad": (lambda f, given: gradients(lambda *x: penalty(gradients(cubes(f), x)), given), None),
 }
 WAYS: dict[str, tuple[Way, int | None]] = FUNC_WAYS | {
-    "autograd.grad": (lambda f, given, _: torch.autograd.grad(cubes(f)(*given), given), 2),
-    "create_graph": (lambda f, given, _: torch.autograd.grad(cubes(f)(*given), given, create_graph=True), 3),
+    "autograd.grad": (lambda f, given: torch.autograd.grad(cubes(f)(*given), given), 2),
+    "create_graph": (lambda f, given: torch.autograd.grad(cubes(f)(*given), given, create_graph=True), 3),
     "penalty": (grad_of_penalty, None),
 }
 
@@ -168,33 +159,29 @@ def test_equal_to_the_whole_batch(ranks: Ranks, name: str, options: dict[str, An
         assert counted.total == num_all_reduces
 
 
-# What rank 0 does, and what the others do at its side; and the remedy.
-DIFFERENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
-    "create_graph": (WAYS["create_graph"][0], WAYS["autograd.grad"][0], "Pass create_graph=True on every rank or"),
-    "torch.func.grad": (WAYS["grad"][0], WAYS["autograd.grad"][0], "use torch.func on every rank or on none"),
-}
-
-
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_ranks_that_differentiate_in_different_ways(ranks: Ranks, name: str) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the host does not read what a GPU has added up")
+@pytest.mark.parametrize("way_of_rank_0", ["create_graph", "grad"])
+def test_ranks_that_differentiate_in_different_ways(ranks: Ranks, way_of_rank_0: str) -> None:
     """All ranks raise an error with the remedy, instead of adding up different sums."""
-    if ranks.device.type != "cpu":
-        pytest.skip("the host does not read what a GPU has added up")
-    by_rank_0, by_others, remedy = DIFFERENCES[name]
-    batch = Batch(ranks, given="x")
-    x = batch.tensors["x"][batch.samples].clone().requires_grad_()
-    with pytest.raises(RuntimeError, match=remedy):
-        (by_others if ranks.rank else by_rank_0)(batch.share, [x], batch.stack[:, batch.samples])
+    (way, _), batch = WAYS["autograd.grad" if ranks.rank else way_of_rank_0], Batch(ranks, given="x")
+    with pytest.raises(RuntimeError, match="Pass create_graph=True on every rank or on none"):
+        way(batch.share, [batch.tensors["x"][batch.samples].clone().requires_grad_()])
 
 
 def test_hand_written_backward(ranks: Ranks) -> None:
+    """One collective in training, none in evaluation."""
     batch = Batch(ranks, given="x weight")
-    x, weight = batch.tensors["x"], batch.tensors["weight"]
+    x, weight = batch.tensors["x"].requires_grad_(), batch.tensors["weight"]
+    (expected,) = torch.autograd.grad(batch.whole(x, weight), x, x.cos())
+    x = x.detach()
     mean, invstd = x.mean((0, 2, 3)), (x.var((0, 2, 3), correction=0) + 1e-5).rsqrt()
-    dy = batch.stack[0]
-    _, expected = batch.results(lambda f, given, stack: torch.autograd.grad(f(*given), given, stack[0]))
-    actual, *_ = batch_norm_backward(dy[batch.samples], x[batch.samples], mean, invstd, weight)
-    torch.testing.assert_close(actual, expected[0][batch.samples], rtol=1e-10, atol=1e-10)
+    arguments = x[batch.samples].cos(), x[batch.samples], mean, invstd, weight
+    with CountCollectives() as counted:
+        batch_norm_backward(*arguments, training=False)
+        assert counted.total == 0
+        actual, *_ = batch_norm_backward(*arguments)
+    assert counted.total == 1
+    torch.testing.assert_close(actual, expected[batch.samples], rtol=1e-10, atol=1e-10)
 
 
 def data(ranks: Ranks) -> Tensor:

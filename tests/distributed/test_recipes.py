@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from counting import CountCollectives
 from jobs import EXAMPLES
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from training import CountCollectives
 from voting import Ranks
 
 import syncbn
@@ -192,6 +192,69 @@ def test_tensors_that_are_not_equal(ranks: Ranks, source: str) -> None:
         "complex": torch.complex(x, x * last), "zero": -0.0 * x if last else 0.0 * x,
     }  # fmt: skip
     assert unequal(tensors | changes) == [*changes]
+
+
+def test_padded_sequences(ranks: Ranks) -> None:
+    """Two steps on ranks are those of one process, and padding changes no output."""
+    torch.manual_seed(0)
+    names = {"sequences": [torch.randn(9, 4)], "ddp": lambda x, mask: x.mean(2), "labels": torch.tensor([0])}
+    exec(block_with("uneven_data.md", "class Block"), names := NAMES | names)
+    alone = names["Network"](nn.BatchNorm1d).double().to(ranks.device)
+    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(copy.deepcopy(alone)))
+    alone = syncbn.convert_syncbn_model(alone, process_group=1)
+    sequences = [torch.randn(16 + 5 * index % 17, 4).double() for index in range(3 * ranks.size)]
+    labels = torch.randint(8, (len(sequences),)).to(ranks.device)
+    own, whole = slice(3 * ranks.rank, 3 * ranks.rank + 3), slice(None)
+    for model, part in ((ddp, own), (alone, whole)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            x, mask = (tensor.to(ranks.device) for tensor in names["collate"](sequences[part]))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, mask), labels[part]).backward()
+            optimizer.step()
+    torch.testing.assert_close(ddp.module.state_dict(), alone.state_dict(), **EXACT)
+    alone.eval()
+    single = [alone(*(tensor.to(ranks.device) for tensor in names["collate"]([sequence]))) for sequence in sequences]
+    torch.testing.assert_close(alone(x, mask), torch.cat(single), **EXACT)
+
+
+def test_sharded_parameters(ranks: Ranks) -> None:
+    """The lines for FSDP2: the gathered checkpoint loads into a model with nn.BatchNorm2d, and back into the shards."""
+    built: list[nn.Module] = []
+
+    def build_model() -> nn.Sequential:
+        torch.manual_seed(len(built))  # so the model that loads the checkpoint has had other weights
+        first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        built.append(nn.Sequential(first, nn.Flatten(), nn.Linear(8 * 36, 10)).to(ranks.device))
+        return built[-1]
+
+    expected = build_model().state_dict()
+    built.clear()
+    names = NAMES | {"build_model": build_model, "mesh": init_device_mesh(ranks.device.type, (ranks.size,))}
+    exec(block_with("torch_features.md", "from torch.distributed.fsdp import fully_shard"), names)
+    model = names["model"]
+    assert isinstance(model[0][1], syncbn.SyncBatchNorm2d)
+    assert all(parameter.to_local().numel() < parameter.numel() for parameter in model.parameters())
+    if ranks.rank == 0:
+        torch.testing.assert_close(built[-1].state_dict(), expected, rtol=0, atol=0)
+    whole = names["get_model_state_dict"](model, options=names["StateDictOptions"](full_state_dict=True))
+    torch.testing.assert_close(whole, expected, rtol=0, atol=0)
+    model(torch.randn(2, 3, 8, 8).to(ranks.device)).sum().backward()
+    names["optimizer"].step()
+
+
+def test_gradients_of_a_function(ranks: Ranks) -> None:
+    """The lines for torch.func: the gradients and buffers of one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)).double().to(ranks.device)
+    images = torch.randn(2 * ranks.size, 3, dtype=torch.float64).to(ranks.device)
+    labels, own = torch.randint(5, (len(images),)).to(ranks.device), ranks.even(len(images))
+    alone, model = model, syncbn.convert_syncbn_model(copy.deepcopy(model))
+    names = NAMES | {"model": model, "images": images[own], "labels": labels[own]}
+    exec(block_with("torch_features.md", "from torch.func import"), names)
+    F.cross_entropy(alone(images), labels).backward()
+    torch.testing.assert_close(names["gradients"], {name: x.grad for name, x in alone.named_parameters()}, **EXACT)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(alone.named_buffers()), **EXACT)
 
 
 def test_a_hook_passes_the_mask(ranks: Ranks) -> None:

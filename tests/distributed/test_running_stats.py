@@ -10,11 +10,10 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch.nn.functional as F
-from counting import CountCollectives
 from subclasses_of_batchnorm import BatchNormAct2d
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import unchanged
+from training import CountCollectives, unchanged
 from voting import Ranks
 
 import syncbn

@@ -8,18 +8,18 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import voting
-from counting import CountCollectives
 from jobs import wait_until
 from mixtures import MIXTURES, Model, X
 from played_gpu import IS_INTERPRETED, Player, play
 from torch import Tensor
-from training import unchanged
+from training import CountCollectives, unchanged
 from voting import Ranks, Reports
 
 import syncbn
@@ -48,13 +48,19 @@ def model(player: Player) -> Model:
     return model
 
 
+@pytest.fixture
+def use_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Let the layers run on the stream with this number from now on; on None, which captures a CUDA graph."""
+    return lambda stream: monkeypatch.setattr(reduction, "stream_handle", lambda device: stream)
+
+
 def statuses(layer: syncbn.SyncBatchNorm) -> dict[int | None, status.StreamStatus]:
     """The status of the layer's group on each stream; None is the one that a capture borrows."""
     return {stream: one for (_, stream), one in status.status_of(layer._call_site.group_state).streams.items()}
 
 
 def text_of(call: Callable[[], object], error: type[Exception]) -> str:
-    """The text of the error that `call` raises, again and again, with its notes."""
+    """Return the text of the error that `call` raises each time, with its notes."""
     with pytest.raises(error) as first:
         call()
     with pytest.raises(error) as again:
@@ -84,7 +90,7 @@ def test_ranks_that_mix_what_they_send_raise_at_the_next_call(ranks: Ranks, mode
 def test_a_bad_argument_of_one_rank(
     ranks: Ranks, model: Model, bad: Tensor, error: type[Exception], message: str
 ) -> None:
-    """That rank raises at once, the other at its next call; in backward too."""
+    """The faulty rank raises at once, the other rank at its next call, which may be a backward."""
     y = model(X)
     with pytest.raises(error, match=f"^bn1: {message}") if ranks.rank else contextlib.nullcontext():
         model.bn1(bad if ranks.rank else X)
@@ -110,7 +116,7 @@ def test_without_signatures(
 
 
 def test_one_value_per_channel(ranks: Ranks, model: Model) -> None:
-    """The host knows it of one rank alone. It is no fault of sync_batch_stats."""
+    """With one rank the host knows the number of values and raises at once. sync_batch_stats accepts one value."""
     message = "Expected more than 1 value per channel when training, got 1 over all ranks"
     with pytest.raises(ValueError, match=message):
         syncbn.SyncBatchNorm1d(3, process_group=1)(X[:1])
@@ -124,10 +130,8 @@ def test_one_value_per_channel(ranks: Ranks, model: Model) -> None:
     ("bad", "within"),
     [(torch.nan, contextlib.nullcontext), (torch.inf, contextlib.nullcontext), (torch.nan, CountCollectives)],
 )
-def test_the_rank_of_a_nan_warns_once(
-    ranks: Ranks, model: Model, bad: float, within: Callable[[], contextlib.AbstractContextManager[object]]
-) -> None:
-    """It is no fault, and a later one is seen. Within a mode the layer takes the fallback."""
+def test_the_rank_of_a_nan_warns_once(ranks: Ranks, model: Model, bad: float, within: Callable[[], Any]) -> None:
+    """A NaN is no fault, and a later fault is still detected. Within a mode the layer takes the fallback."""
     x = torch.randn(4, 3)
     x[0, 1] = bad if ranks.rank else 0
     with warnings.catch_warnings(record=True) as caught, within():
@@ -156,37 +160,36 @@ def test_no_running_statistics_move_after_a_fault_in_the_fallback(ranks: Ranks, 
 def test_a_fault_in_a_replay(ranks: Ranks, model: Model) -> None:
     """A captured graph stores the layer and the pass, not a number. The next eager call raises."""
     layer = model.bn1 if ranks.rank else model.bn2
-    own_status = statuses(layer)[None]
-    own_status.words[FAULT] = status.captured_sequence_number(layer._call_site, "backward") * 4 + RANKS_DIFFER
+    statuses(layer)[None].words[FAULT] = (
+        status.captured_sequence_number(layer._call_site, "backward") * 4 + RANKS_DIFFER
+    )
     text = text_of(lambda: model(X), RanksDifferError)
     assert "rank 0: in bn2 backward, in a CUDA graph" in text
     assert "rank 1: in bn1 backward, in a CUDA graph" in text
     assert "The results of bn" in text
 
 
-def test_a_capture_makes_no_status(ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It borrows that of another stream, with a negative sequence_number; where there is none, nothing is recorded."""
+def test_a_capture_makes_no_status(ranks: Ranks, player: Player, use_stream: Callable[..., None]) -> None:
+    """A stream that captures borrows the status of another stream. Without one nothing is recorded."""
     layer = Model().bn1
-    for streams in ([None, None], [7, 7], [None, None]):
-        monkeypatch.setattr(reduction, "stream_handle", lambda device, streams=streams: streams[0])
+    for stream in (None, 7, None):
+        use_stream(stream)
         layer(X).sum().backward()
     assert [*statuses(layer)] == [7, None]
     own_status = statuses(layer)[7]
-    assert [begun.sequence_number for begun in own_status.recent] == [3, 4], (
-        "what a graph captures is not expected to end"
-    )
+    assert [begun.sequence_number for begun in own_status.recent] == [3, 4]  # not what a graph captures
     assert not own_status.words[FAULT]
 
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_status_that_cannot_be_made(
-    ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch, before: int
+    ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch, use_stream: Callable[..., None], before: int
 ) -> None:
     """The others wait for this rank, and their report has its error. (Here all ranks fail, and none waits.)"""
     layer = Model().bn1
     for _ in range(before):  # so that kernels are cached
         layer(X)
-    monkeypatch.setattr(reduction, "stream_handle", lambda device: 7)
+    use_stream(7)
     monkeypatch.setattr(reduction, "StreamStatus", mock.Mock(side_effect=RuntimeError("no pinned memory")))
     with pytest.raises(RuntimeError, match="no pinned memory"):
         layer(X)
@@ -195,7 +198,7 @@ def test_a_status_that_cannot_be_made(
 
 
 def test_a_program_that_makes_no_later_call(ranks: Ranks, model: Model, caplog: pytest.LogCaptureFixture) -> None:
-    """As it waits in torch.cuda.synchronize(): the watchdog logs the fault, once."""
+    """It may wait in torch.cuda.synchronize(). The watchdog logs the fault once."""
     (model.bn1 if ranks.rank else model.bn2)(X)
     wait_until(lambda: "in bn2 forward, call 2" in caplog.text)
     time.sleep(0.3)
@@ -207,7 +210,7 @@ def test_a_program_that_makes_no_later_call(ranks: Ranks, model: Model, caplog: 
 def test_a_fault_of_the_last_step(
     ranks: Ranks, player: Player, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, over_all: bool
 ) -> None:
-    """No later step raises it: the watchdog logs it when the group ends."""
+    """No later step raises it. The watchdog logs it when the group ends."""
     with monkeypatch.context() as patched:
         patched.setattr(watchdog, "POLL_SECONDS", 1000.0)
         voting.world.make_anew()
@@ -224,7 +227,7 @@ def test_a_fault_of_the_last_step(
 
 
 def test_a_rank_that_does_not_answer(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says so, and where all ranks are."""
+    """The error names that rank, and reports where all ranks are."""
     monkeypatch.setattr(report, "ANSWER_SECONDS", 0.5)
     if ranks.rank == 0:
         statuses(model.bn1)[None].words[FAULT] = model.bn1._call_site.group_state.num_collectives * 4 + RANKS_DIFFER
@@ -245,19 +248,18 @@ def test_several_groups(ranks: Ranks, model: Model) -> None:
     assert statuses(other.bn1).keys() == {0, None}
 
 
-def test_faults_in_two_streams_at_once(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks raise the earlier, whichever they have seen first."""
+def test_faults_in_two_streams_at_once(
+    ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch, use_stream: Callable[..., None]
+) -> None:
+    """All ranks raise the earlier, whichever they have seen first, in any stream."""
     monkeypatch.setattr(status.StreamStatus, "poll", lambda own_status, is_last: None)  # the watchdog has seen none
-    streams = [5, 7]
-    for stream, layers in zip(streams, ((model.bn1, model.bn2), (model.bn2, model.bn1)), strict=True):
-        monkeypatch.setattr(reduction, "stream_handle", lambda device, stream=stream: stream)
-        layers[ranks.rank](X)
-    for stream in streams[:: 1 - 2 * ranks.rank]:
-        monkeypatch.setattr(reduction, "stream_handle", lambda device, stream=stream: stream)
+    for stream in (5, 7):
+        use_stream(stream)
+        model(X, f"bn{1 + (ranks.rank if stream == 5 else 1 - ranks.rank)}")
+    for stream in (5, 7, 0) if ranks.rank else (7, 5, 0):
+        use_stream(stream)
         text = text_of(lambda: model(X), RanksDifferError)
         assert "\nrank 0: in bn1 forward, call 2\nrank 1: in bn2 forward, call 2\n" in text
-    monkeypatch.setattr(reduction, "stream_handle", lambda device: 0)  # which has seen no fault
-    assert text_of(lambda: model(X), RanksDifferError) == text
     dist.barrier()
 
 
@@ -273,8 +275,16 @@ def test_a_group_that_was_destroyed(ranks: Ranks, model: Model) -> None:
     assert len(status._memory) == kept
 
 
+def test_ranks_that_begin_in_different_layers(ranks: Ranks, player: Player) -> None:
+    model = Model()
+    model(X, f"bn{1 + ranks.rank}")
+    text = text_of(lambda: model(X), RanksDifferError)
+    assert "rank 0: in bn1 forward, call 1\nrank 1: in bn2 forward, call 1\n" in text
+    dist.barrier()
+
+
 def test_two_models_of_one_class_in_another_order(ranks: Ranks, model: Model) -> None:
-    """Their layers have the same names, and other numbers."""
+    """Their layers have the same names and different instance numbers."""
     other = Model(model.bn1.process_group)
     other(X).sum().backward()
     (other if ranks.rank else model)(X, "bn1")
@@ -285,7 +295,7 @@ def test_two_models_of_one_class_in_another_order(ranks: Ranks, model: Model) ->
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_folds_in_reference_cycles(ranks: Ranks, player: Player, at: int) -> None:
-    """The ranks collect their models at different times: a number is given once."""
+    """The ranks collect their models at different times. No instance number is given twice."""
     group = dist.new_group()
     for _ in range(3):
         model = Model(group)
@@ -299,7 +309,7 @@ def test_folds_in_reference_cycles(ranks: Ranks, player: Player, at: int) -> Non
 
 
 def test_a_model_that_one_rank_reloads(ranks: Ranks, model: Model) -> None:
-    """The kernels note a fault before the ranks could agree on a number: the job stops, and the remedy is named."""
+    """On a GPU the ranks cannot agree on a new number: the job stops, and the error names the remedy."""
     copied = copy.deepcopy(model) if ranks.rank else model
     copied(X, "bn1")
     text = text_of(lambda: copied(X), RanksDifferError)
@@ -314,7 +324,7 @@ def test_a_model_that_one_rank_reloads(ranks: Ranks, model: Model) -> None:
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the kernels run at once")
 def test_a_long_wait_on_the_gpu_is_reported(ranks: Ranks, player: Player, reports: Reports) -> None:
-    """The oldest unfinished all_reduce is named, though the host has gone on; nothing once all are finished."""
+    """The report names the oldest unfinished all_reduce, even if the host is ahead."""
     model = Model()
     model(X)
     player.behind = True
@@ -332,7 +342,7 @@ def test_a_long_wait_on_the_gpu_is_reported(ranks: Ranks, player: Player, report
 
 
 def test_a_gpu_that_is_behind_does_not_wait(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host may go on long before it: the time counts from when the all_reduce before has ended."""
+    """The host may be far ahead. A wait begins when the previous all_reduce has ended."""
     look = mock.Mock(side_effect=lambda rank, seen: seen)
     monkeypatch.setattr(watchdog, "_poll", look)  # whose thread would change the status, too
     wait_until(lambda: look.called)
@@ -352,7 +362,7 @@ def test_a_gpu_that_is_behind_does_not_wait(model: Model, monkeypatch: pytest.Mo
 def test_the_watchdog_survives_an_error(
     ranks: Ranks, model: Model, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says so once, and goes on writing positions."""
+    """It logs the error once, and goes on writing positions."""
     look = mock.Mock(side_effect=[RuntimeError("the store is odd")] * 3 + [None] * 1000)
     monkeypatch.setattr(status.StreamStatus, "poll", look)
     rank = watchdog.this_rank()

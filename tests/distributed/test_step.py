@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import voting
-from counting import CountCollectives
 from equal_to_torch import with_gaps
 from torch import Tensor, nn
-from training import frees_first_batch, step
+from training import CountCollectives, frees_first_batch, step
 from voting import Ranks
 
 import syncbn

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from counting import CountCollectives
 from subclasses_of_batchnorm import CallsSuper2d
 from torch import fx, nn
 from torch.fx.proxy import TraceError
+from training import CountCollectives
 from voting import Ranks
 
 import syncbn
