@@ -46,7 +46,7 @@ def all_reduce(payload: Tensor, group: dist.ProcessGroup, all_to_all_size: int, 
     if use_operator:
         received = all_to_all_operator(sent, group)
     else:
-        # If a rank sends fewer elements, gloo aborts that rank alone, and the NaN stays in place of what is missing.
+        # If a rank sends fewer elements, gloo aborts that rank alone, and NaN stays in place of the missing elements.
         received = torch.full_like(sent, math.nan)
         group.alltoall_base(received, sent, [], [], ALL_TO_ALL).wait()
     return functools.reduce(torch.add, received.chunk(all_to_all_size))
@@ -118,8 +118,8 @@ class Collective:
                 what += f", or {dtype} values beyond about {OVERFLOW_THRESHOLDS[dtype]}, whose squares overflow,"
             then = "makes the statistics and running statistics of that layer NaN or infinite on all ranks"
             remedy = "Check the batch of the rank that warned first, then the learning rate and the loss scale"
-            by_torch = "torch.autograd.set_detect_anomaly(True) finds a backward that computes NaN"
-            warn_once(f"syncbn: {what} {then}. {remedy}; {by_torch}.")
+            hint = "torch.autograd.set_detect_anomaly(True) finds a backward that computes NaN"
+            warn_once(f"syncbn: {what} {then}. {remedy}; {hint}.")
 
     def _raise_with_positions(self, error: RuntimeError) -> None:
         """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or is a GPU error."""

@@ -47,8 +47,6 @@ from syncbn.torch_internals import (
     stream_handle,
 )
 
-NO_SIGNATURES = Signatures(1)  # signatures without an identity: the trailer has zeros
-
 
 class Reduction(ABC):
     """The sums over the ranks that a call synchronises."""
@@ -88,7 +86,7 @@ class Reduction(ABC):
         """Record an error that this rank raises, so that the reports of the other ranks contain it if they wait."""
 
     def recording_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for a pass. It records the error that the pass raises."""
+        """Return a context manager that records the error of a pass."""
         return contextlib.nullcontext()
 
 
@@ -97,7 +95,7 @@ class OneRank(Reduction):
 
     group = None
     num_ranks = 1
-    signatures = NO_SIGNATURES
+    signatures = Signatures(1)  # UNSIGNED, as they have no identity
 
     def all_reduce(self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
         return payload
@@ -177,7 +175,7 @@ class EagerReduction(Reduction):
         try:
             total = self.all_reduce(payload, pass_name, status_words, error, use_operator)
         except Exception:
-            del error  # as in `all_reduce`
+            del error  # see `all_reduce`
             raise
         if status_words is not None:
             if error is not None:
@@ -225,7 +223,7 @@ def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: 
     site, state, rank = collective.site, collective.site.group_state, collective.rank
     if math.isnan(total[-1]):  # The ranks have sent different lengths, and gloo has aborted a rank.
         where = report.report_positions(rank, collective, has_failed=True)
-        return error or RuntimeError(report.DIFFERENT_LENGTHS + where)
+        return error or RuntimeError(report.TITLE_LENGTHS + where)
     # repr has one text for every NaN.
     key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
     calls = report.gather_calls(rank, state.ranks, key, collective.to_report(error))

@@ -89,7 +89,7 @@ def smallest_signature(num_ranks: int) -> int:
 
 @constant_in_graphs
 def _is_signing() -> bool:
-    """Whether the layers of this rank sign what they send. `select.reason_forced` refuses unknown values."""
+    """Return whether the layers of this rank sign their payloads. `select.reason_forced` validates the variable."""
     return os.environ.get("SYNCBN_CHECKS") != "0"
 
 

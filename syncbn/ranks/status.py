@@ -1,14 +1,14 @@
 """Raises the faults that GPU kernels find in the total of an all_reduce.
 
 The host does not wait for a GPU, so the fault surfaces some calls later, with the reports of all ranks. Kernels store
-what they find in status words. Each group, device and stream has its own words, because a stream runs kernels in order;
+faults in status words. Each group, device and stream has its own words, because a stream runs kernels in order;
 so the host also knows, without a call to CUDA, which all_reduces have ended.
 
     sequence number   identifies an all_reduce of the group, from 1; in a CUDA graph a negative number that identifies
                       layer and pass
     words             three int64 in pinned memory, which kernels write and the host reads:
       ENDED             sequence number of the last all_reduce whose total a kernel has read
-      FAULT             sequence number of the first faulty all_reduce, and the fault_kind of the fault
+      FAULT             sequence number of the first faulty all_reduce, and the kind of the fault
       LOCAL_NOT_FINITE  sequence number of the first forward with non-finite local sums; the host clears it
     device word       a copy of FAULT in the GPU's memory: after a fault, kernels update no running statistics
     recent            the last all_reduces that the host has begun, which map sequence numbers to layers
@@ -182,4 +182,4 @@ class StreamStatus:
             return ValueError(f"syncbn: {ONE_VALUE_PER_CHANNEL} in {description}. Use a larger batch or eval().")
         wait, ranks_differ = self._collective(sequence_number), fault_kind == RANKS_DIFFER
         error = report.explain(self.rank, ranks, wait, calls, ranks_differ, can_renumber=False)
-        return error or RuntimeError(report.BAD_ARGUMENT if fault_kind == BAD_ARGUMENT else report.DIFFERENT_LAYERS)
+        return error or RuntimeError(report.TITLE_ARGUMENT if fault_kind == BAD_ARGUMENT else report.TITLE_LAYERS)
