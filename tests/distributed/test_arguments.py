@@ -212,7 +212,7 @@ LAYERS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         f"{name} of inference mode": (buffer(name, inference), f"{name} {IN_PLACE}it was made in torch.inference_mode")
         for name in ("running_mean", "running_var", "num_batches_tracked")
     },
-    "expanded mean": (buffer("running_mean", once), f"running_mean {IN_PLACE}several of its numbers"),
+    "expanded mean": (buffer("running_mean", once), f"running_mean {IN_PLACE}several of its elements"),
     "with gaps": (buffer("running_var", lambda var: var.repeat_interleave(2)[::2]), ""),
     "zeros": (buffer("running_mean", lambda mean: torch._efficientzerotensor(mean.shape)), IN_PLACE + "it is a tensor"),
     "counter of flags": (buffer("num_batches_tracked", Tensor.bool), "num_batches_tracked to be a tensor of numbers"),
