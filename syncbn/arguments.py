@@ -31,10 +31,7 @@ PER_CHANNEL_NAMES = "running_mean", "running_var", "weight", "bias"
 DimCheck: TypeAlias = Callable[[Any, Tensor], Any]  # (layer, input)
 NO_DIM_CHECK: DimCheck = _BatchNorm._check_input_dim  # This raises NotImplementedError; SyncBatchNorm skips it.
 # The checks that read only the number of dims.
-TORCH_DIM_CHECKS = {
-    NO_DIM_CHECK,
-    *(layer._check_input_dim for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
-}
+TORCH_DIM_CHECKS = {NO_DIM_CHECK, *(cls._check_input_dim for cls in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
 PLAIN_MOMENTUM_TYPES = {float, int, NoneType}
 
 # Remedies for tensors that a layer does not accept; {0} is the name of the argument.
@@ -126,7 +123,7 @@ def check_training(tensors: Tensors, options: Options, layer: object) -> Options
     error of the checks below or of a subclass's `_check_input_dim`."""
     check(tensors, options, layer)
     if not is_compiling():
-        reason_forced()
+        reason_forced()  # checks the environment variables
         check_storage(tensors)
         check_writable("running_mean", tensors.running_mean)
         check_writable("running_var", tensors.running_var)

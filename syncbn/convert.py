@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
-from syncbn import inputs
+from syncbn import inputs, unconverted
 from syncbn.arguments import PER_CHANNEL_NAMES, Options, Tensors, check
 from syncbn.fallback import plain_batch_norm
 from syncbn.layer import UNKNOWN_NUM_RANKS, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
@@ -34,15 +34,6 @@ from syncbn.ranks.sites import layer_in_forward
 from syncbn.step import train
 from syncbn.texts import escape_surrogates, warn, warn_once
 from syncbn.torch_internals import OPERATORS, constant_in_graphs, have_same_base, is_compiling
-from syncbn.unconverted import (
-    ADDED_ATTRIBUTES,
-    CONVERTIBLE,
-    check_module,
-    describe_layers,
-    shorten_names,
-    unparametrized_class,
-    unsynchronised,
-)
 
 Model = TypeVar("Model", bound=nn.Module)
 Result = TypeVar("Result")
@@ -93,21 +84,21 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
     >>> type(convert_syncbn_model(model)[1]).__name__
     'SyncBatchNorm2d'
     """
-    check_module(model)
-    local_layers, spec = unsynchronised(model), to_spec(process_group)
-    others = [local for local in local_layers if local.remedy != CONVERTIBLE]
+    unconverted.check_module(model)
+    local_layers, spec = unconverted.unsynchronised(model), to_spec(process_group)
+    others = [local for local in local_layers if local.remedy != unconverted.CONVERTIBLE]
     changes: list[Change] = []
-    for name, layer in [(local.name, local.layer) for local in local_layers if local.remedy == CONVERTIBLE]:
+    for name, layer in [(local.name, local.layer) for local in local_layers if local.remedy == unconverted.CONVERTIBLE]:
         _require_no_fsdp(name, layer, "convert_syncbn_model")
         if channel_last and isinstance(layer, LazyModuleMixin):
             raise ValueError(f"{name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True")
         # An nn.SyncBatchNorm holds a ProcessGroup, which can be neither copied nor pickled; a GroupSpec can be both.
         new_spec = to_spec(vars(layer).get("process_group")) if spec is None else spec
-        original = unparametrized_class(layer)
+        original = unconverted.unparametrized_class(layer)
         added = {"_original_class": original, "_process_group": new_spec, "channel_last": channel_last}
         changes.append((layer, synchronised_class(original), added))
     if others:  # A warning may be turned into an error, so it comes before any change.
-        warn(f"syncbn did not convert these layers: {describe_layers(others)}")
+        warn(f"syncbn did not convert these layers: {unconverted.describe_layers(others)}")
     make_groups(spec)
     synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
     _apply(changes)
@@ -144,16 +135,16 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
     >>> type(revert_syncbn_model(model, nn.BatchNorm2d)[1]).__name__
     'BatchNorm2d'
     """
-    check_module(model)
+    unconverted.check_module(model)
     if target not in (None, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
     changes: list[Change] = []
     warnings: dict[str, list[str]] = {}  # The names of the layers that each text concerns.
     for name, layer in model.named_modules():
-        new_class = vars(layer).get("_original_class", unparametrized_class(layer))
+        new_class = vars(layer).get("_original_class", unconverted.unparametrized_class(layer))
         if new_class is nn.SyncBatchNorm and target is not None:
             new_class = target
-        if new_class is unparametrized_class(layer):
+        if new_class is unconverted.unparametrized_class(layer):
             if isinstance(layer, SyncBatchNorm):
                 warnings.setdefault(NEVER_CONVERTED, []).append(name)
             continue
@@ -170,7 +161,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
             if vars(layer).get(option):
                 warnings.setdefault(lost, []).append(name)
     if warnings:
-        warn(f"syncbn: {'; '.join(f'{what} ({shorten_names(names)})' for what, names in warnings.items())}")
+        warn(f"syncbn: {'; '.join(f'{what} ({unconverted.shorten_names(names)})' for what, names in warnings.items())}")
     _apply(changes)
     return model
 
@@ -194,8 +185,8 @@ def _apply(changes: list[Change]) -> None:
     with contextlib.ExitStack() as undo:
         for layer, new_class, attributes in changes:
             undo.callback(_set, layer, type(layer), dict(vars(layer)))
-            kept = {name: value for name, value in vars(layer).items() if name not in ADDED_ATTRIBUTES}
-            if unparametrized_class(layer) is not type(layer):
+            kept = {name: value for name, value in vars(layer).items() if name not in unconverted.ADDED_ATTRIBUTES}
+            if unconverted.unparametrized_class(layer) is not type(layer):
                 class_name = f"Parametrized{new_class.__name__}"
                 new_class = make_class(type(new_class), class_name, (new_class,), dict(vars(type(layer))))
             _set(layer, new_class, {**kept, **attributes})

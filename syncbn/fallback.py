@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from syncbn.arguments import Options, Tensors, check, check_eps, check_training, require_float64, require_two_values
-from syncbn.inputs import OutputWrapper, apply_mask, has_plain_storage, make_dense, plain, refuse_proxies, unwrap
+from syncbn.inputs import (
+    OutputWrapper,
+    apply_mask,
+    is_plain_subclass,
+    make_dense,
+    refuse_proxies,
+    unwrap,
+    unwrap_tensor,
+)
 from syncbn.kernel_cache import backward_config, forward_config
 from syncbn.kernels import reference, select
 from syncbn.kernels.interface import (
@@ -29,7 +37,6 @@ from syncbn.kernels.interface import (
     Needed,
     Saved,
 )
-from syncbn.kernels.select import fast_path_back_end, reason_unavailable
 from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, select_reduction
 from syncbn.ranks.report import WITH_GRAPH
 from syncbn.ranks.sites import Caller
@@ -46,7 +53,7 @@ from syncbn.torch_internals import (
     profiler_range,
 )
 
-StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # the arguments of a Function that are not tensors
+StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # The argument of a Function that is not a tensor.
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual
 
 
@@ -109,7 +116,7 @@ def apply_function(
     return outputs
 
 
-def fallback_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: Tensor | None) -> reference.BackEnd:
+def select_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: Tensor | None) -> reference.BackEnd:
     """Select the back end of the fallback for a call with the tensors x and `others`.
 
     Tensor subclasses, exported programs, vmap and forward mode (for which operators have no rules) get torch
@@ -125,21 +132,21 @@ def fallback_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others
         return reference
     if is_compiling():
         in_function = not torch.is_grad_enabled() or requires_grad(x, *others)
-        if not in_function or is_exporting() or reason_unavailable(x.device, compiling=True):
+        if not in_function or is_exporting() or select.reason_unavailable(x.device, compiling=True):
             return reference
     elif is_transformed(x, *others):
         return reference
-    elif fast_path_back_end(config) is None:
+    elif select.fast_path_back_end(config) is None:
         return reference.Chunked
     from syncbn.kernels import operators  # The import registers the operators.
 
     if is_compiling():
-        _tell_inductor()
+        _register_with_inductor()
     return operators
 
 
 @constant_in_graphs
-def _tell_inductor() -> None:
+def _register_with_inductor() -> None:
     """Register the operators with Inductor. If its private names have changed, Inductor inserts extra copies."""
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from syncbn.kernels import inductor
@@ -173,7 +180,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         num_values: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         config, reduction = call
-        kernels = fallback_back_end(config, x, weight, bias, residual).Forward(config)
+        kernels = select_back_end(config, x, weight, bias, residual).Forward(config)
         sums = sum_over_ranks(kernels.forward_sums(x), reduction, "forward", num_values)
         # Otherwise this rank has two or more values per channel.
         if num_values is not None or x.numel() <= config.layout.sizes[1]:
@@ -211,8 +218,8 @@ def gradients(
     dy = torch.zeros_like(x) if dy is None else dy
     # Without a relu the gradient of the residual is dy itself, not a view: autograd may add to a view in place.
     unmasked_dy = dy if needed[3] and y is None else None
-    if has_plain_storage(dy):
-        dy = plain(dy)
+    if is_plain_subclass(dy):
+        dy = unwrap_tensor(dy)
 
     def dense(tensor: Tensor) -> Tensor:  # In a backward that reads the strides of dy, Dynamo makes dy contiguous.
         return tensor if is_compiling() else config.layout.dense(tensor)
@@ -223,11 +230,9 @@ def gradients(
     grad_x = grad_residual = None
     with profiler_range("syncbn.backward"):
         if torch.is_grad_enabled():
-            grad_x, grad_weight, grad_bias, grad_residual = _graph_gradients(
-                config, needed_config, dy, saved, reduction
-            )
+            grad_x, grad_weight, grad_bias, grad_residual = _graph_grads(config, needed_config, dy, saved, reduction)
         else:
-            kernels = fallback_back_end(needed_config, *saved, dy).Backward(needed_config)
+            kernels = select_back_end(needed_config, *saved, dy).Backward(needed_config)
             sums, grad_weight, grad_bias = kernels.backward_sums(dy, saved)
             sums = sum_over_ranks(sums, reduction, "backward", num_values)
             if num_values is not None:
@@ -239,7 +244,7 @@ def gradients(
     return grad_x, grad_weight, grad_bias, grad_residual if y is not None else unmasked_dy
 
 
-def _graph_gradients(
+def _graph_grads(
     forward: ForwardConfig, config: BackwardConfig, dy: Tensor, saved: Saved, reduction: Reduction
 ) -> Gradients:
     """Return gradients that can be differentiated again. Issues two all_reduces.
@@ -279,8 +284,7 @@ def sum_over_ranks(sums: Tensor, reduction: Reduction, pass_name: str, num_value
     sum over ranks, by one all_reduce too. **Raises** RuntimeError inside vmap and forward mode.
     """
     if num_values is not None:
-        trailer = -TRAILER_ELEMENTS
-        sums = torch.cat((sums[:trailer], num_values.double().view(1), sums[trailer + 1 :]))
+        sums = torch.cat((sums[:-TRAILER_ELEMENTS], num_values.double().view(1), sums[-SIGNATURE_ELEMENTS:]))
     if reduction.group is not None and is_transformed(sums):
         raise RuntimeError(
             "torch.func.vmap, forward mode (jvp) and is_grads_batched=True are not supported over several ranks; loop "
@@ -367,9 +371,8 @@ def plain_batch_norm(
     check_eps(eps, training)
     if training and input.numel() == input.shape[1] > 0:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
-    return torch.batch_norm(
-        input, weight, bias, running_mean, running_var, training, momentum, eps, torch.backends.cudnn.enabled
-    )
+    use_cudnn = torch.backends.cudnn.enabled
+    return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, use_cudnn)
 
 
 def raise_on_all_ranks(

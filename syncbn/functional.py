@@ -5,17 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncbn import fallback
 from syncbn.arguments import Options, Tensors, check_channels, check_input, check_like_input, check_storage
-from syncbn.fallback import (
-    StaticArguments,
-    apply_function,
-    evaluate,
-    fallback_back_end,
-    gradients,
-    prepare,
-    raise_on_all_ranks,
-    sum_over_ranks,
-)
 from syncbn.inputs import apply_mask, make_dense
 from syncbn.kernel_cache import forward_config
 from syncbn.kernels.interface import TRAILER_ELEMENTS, ForwardConfig, Layout
@@ -113,7 +104,7 @@ def sync_batch_norm(
         return train(tensors, options, _SYNC_BATCH_NORM)[0]
     if running_mean is None and running_var is None:  # evaluate refuses one of them without the other
         raise ValueError("running_mean must be defined in evaluation mode; or pass training=True")
-    return evaluate(tensors, options)
+    return fallback.evaluate(tensors, options)
 
 
 def batch_norm_backward(
@@ -167,10 +158,10 @@ def batch_norm_backward(
         check_channels(input, channel_dim, None, per_channel)
         if not is_compiling():
             check_storage((grad_output, input, *per_channel.values()))
-        reason_forced()
+        reason_forced()  # checks the environment variables
     except Exception as error:  # The class varies: a Tensor subclass may raise any exception.
         tensors = Tensors(input, weight=weight, running_mean=mean, running_var=invstd)
-        raise_on_all_ranks(error, tensors, Options(channel_dim=channel_dim), reduction, "backward")
+        fallback.raise_on_all_ranks(error, tensors, Options(channel_dim=channel_dim), reduction, "backward")
 
     with torch.no_grad(), reduction.recording_errors():
         layout = Layout.of(input, channel_dim)
@@ -182,10 +173,8 @@ def batch_norm_backward(
         statistics = pack(mean, torch.zeros_like(mean), invstd, mean.new_ones(1))
         config = ForwardConfig(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
         needed = needs_input and training, needs_weight, needs_bias, False
-        saved = input, weight, statistics, None
-        grad_input, grad_weight, grad_bias, _ = gradients(
-            config, grad_output.to(input.dtype), saved, needed, reduction, num_values
-        )
+        dy, saved = grad_output.to(input.dtype), (input, weight, statistics, None)
+        grad_input, grad_weight, grad_bias, _ = fallback.gradients(config, dy, saved, needed, reduction, num_values)
         if needs_input and not training:
             scale = (invstd * weight.double()).to(compute_dtype(input.dtype))[:, None]
             grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)
@@ -227,11 +216,11 @@ def sync_batch_stats(
     (tensor([ 2., 20.]), tensor([  1., 100.]), tensor(2))
     """
     options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
-    tensors, options, reduction, _ = prepare(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
+    tensors, options, reduction, _ = fallback.prepare(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
     with profiler_range("syncbn.forward"), reduction.recording_errors():
         tensors = make_dense(apply_mask(tensors, channel_dim)[0], options)
         x = tensors.input
-        (sums,) = apply_function(_Sums, (forward_config(tensors, options), reduction), x, tensors.num_values)
+        (sums,) = fallback.apply_function(_Sums, (forward_config(tensors, options), reduction), x, tensors.num_values)
     record_ranks(_SYNC_BATCH_STATS, reduction)
     count = sums[-TRAILER_ELEMENTS].detach()
     mean, mean_square = (sums[:-TRAILER_ELEMENTS] / count.clamp(min=1)).chunk(2)
@@ -250,10 +239,10 @@ class _Sums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: StaticArguments, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
+    def forward(call: fallback.StaticArguments, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
         config, reduction = call
-        sums = fallback_back_end(config, x).Forward(config).forward_sums(x)
-        return (sum_over_ranks(sums, reduction, "forward", num_values),)
+        sums = fallback.select_back_end(config, x).Forward(config).forward_sums(x)
+        return (fallback.sum_over_ranks(sums, reduction, "forward", num_values),)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:
@@ -266,7 +255,8 @@ class _Sums(torch.autograd.Function):
         with profiler_range("syncbn.backward"), ctx.reduction.recording_errors():
             x, sums = ctx.saved_tensors
             center = sums.detach()[:num_channels] / sums[-TRAILER_ELEMENTS].detach().clamp(min=1)
-            grad_sum, grad_square = sum_over_ranks(grad_sums, ctx.reduction, "backward")[:-TRAILER_ELEMENTS].chunk(2)
+            total = fallback.sum_over_ranks(grad_sums, ctx.reduction, "backward")
+            grad_sum, grad_square = total[:-TRAILER_ELEMENTS].chunk(2)
             at_center, slope = grad_sum + 2 * grad_square * center, 2 * grad_square
             if torch.is_grad_enabled():
                 layout = ctx.config.layout
@@ -278,5 +268,5 @@ class _Sums(torch.autograd.Function):
             config = ctx.config._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
             x = config.layout.dense(x.to(config.dtype))  # saved_tensors_hooks may have changed x.
             sums = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_ELEMENTS)))
-            inputs = x, slope, at_center, None
-            return None, fallback_back_end(config, x, slope).Forward(config).forward_outputs(inputs, sums)[0], None
+            kernels = fallback.select_back_end(config, x, slope).Forward(config)
+            return None, kernels.forward_outputs((x, slope, at_center, None), sums)[0], None

@@ -27,7 +27,7 @@ from syncbn.torch_internals import PLAIN_OR_NONE, has_forward_hooks, is_compilin
 
 OutputWrapper: TypeAlias = Callable[[Tensor], Tensor]
 
-LEAF_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for it"
+LEAF_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for this layer"
 
 
 def identity(output: Tensor) -> Tensor:
@@ -48,32 +48,30 @@ def unwrap_and_mask(tensors: Tensors, options: Options) -> tuple[Tensors, Option
     return tensors, options, lambda output: wrap(apply_to_output(output))
 
 
-def has_plain_storage(tensor: Tensor | None) -> TypeGuard[Tensor]:
+def is_plain_subclass(tensor: Tensor | None) -> TypeGuard[Tensor]:
     """Return whether this is a Tensor subclass without a __torch_dispatch__, so that its values are in its storage."""
     if type(tensor) in PLAIN_OR_NONE or not isinstance(tensor, Tensor) or isinstance(tensor, UninitializedTensorMixin):
         return False
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def plain(tensor: Tensor) -> Tensor:
+def unwrap_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor as a Tensor, without calling __torch_function__ of its class."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(Tensor)
 
 
 def unwrap(tensors: Tensors, options: Options) -> tuple[Tensors, Options, OutputWrapper]:
-    """Return the arguments with plain tensors in place of those that `has_plain_storage` accepts, and a function that
+    """Return the arguments with plain tensors in place of those that `is_plain_subclass` accepts, and a function that
     passes the output to __torch_function__ of the classes of F.batch_norm's inputs."""
-    if is_compiling() or PLAIN_OR_NONE.issuperset(map(type, tensors)):  # Dynamo cannot trace x.as_subclass(Tensor)
+    if is_compiling() or PLAIN_OR_NONE.issuperset(map(type, tensors)):  # Dynamo cannot trace as_subclass.
         return tensors, options, identity
     x, check = tensors.input, options.check_input_dim
-    if check not in TORCH_DIM_CHECKS and has_plain_storage(x):
+    if check not in TORCH_DIM_CHECKS and is_plain_subclass(x):
         # A check that is not torch's may read more than the number of dims, so it gets the tensor of the user.
         options = replace(options, check_input_dim=lambda layer, _: check(layer, x))
     inputs = x, tensors.running_mean, tensors.running_var, tensors.weight, tensors.bias, tensors.z
-    unwrapped = Tensors._make(
-        plain(each) if type(each) not in PLAIN_OR_NONE and has_plain_storage(each) else each for each in tensors
-    )
+    unwrapped = Tensors._make(unwrap_tensor(each) if is_plain_subclass(each) else each for each in tensors)
     return unwrapped, options, lambda output: batch_norm(*inputs, output=output)
 
 
@@ -105,7 +103,7 @@ def apply_mask(tensors: Tensors, channel_dim: int) -> tuple[Tensors, OutputWrapp
 
 def make_dense(tensors: Tensors, options: Options) -> Tensors:
     """Return the tensors with x and z non-overlapping and dense in one layout. A z of floats gets the dtype of x."""
-    resolve_neg = identity if is_compiling() else Tensor.resolve_neg  # In a graph this would only add an operator.
+    resolve_neg = identity if is_compiling() else Tensor.resolve_neg  # Dynamo would only add an operator.
     x, z = resolve_neg(tensors.input), tensors.z
     layout = Layout.of(x, options.channel_dim)
     if z is not None and z.dtype in SUPPORTED_DTYPES:

@@ -68,7 +68,7 @@ class SyncBatchNorm(_BatchNorm):
     # not read the name: Dynamo would guard on it and recompile each repeated block.
     _syncbn_name: tuple[str, str] | None = None
     _process_group: GroupSpec = None
-    _options: tuple[tuple[object, ...], Options | None] = (), None  # Cached options, after the values that they hold.
+    _options: tuple[tuple[object, ...], Options | None] = (), None  # The cached options, after the values in them.
     # Replaces `train` inside a block of accumulate_running_stats.
     _train_override: Callable[[Tensors, Options, Any], tuple[Tensor, Tensor]] | None = None
 

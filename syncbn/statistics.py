@@ -110,9 +110,8 @@ def update_buffers(
         values.append(counter + 1)
     if not (buffers and updates):
         return
-    in_graph = is_compiling() and not is_exporting()
-    in_transform = not is_compiling() and inside_functorch() and not inside_vmap()
-    if in_graph or in_transform:
+    together = not is_exporting() if is_compiling() else inside_functorch() and not inside_vmap()
+    if together:
         copy_together(buffers, values)
     else:
         for buffer, value in zip(buffers, values, strict=True):

@@ -45,7 +45,7 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
             return fallback.train(tensors, options, caller)
         with profiler_range("syncbn.forward"):
             return train(tensors, options, caller, in_profiler_range=True)
-    if current_backward() != -1:  # Activation checkpointing recomputes a forward that has updated the statistics.
+    if current_backward() != -1:  # A recompute must not update the running statistics a second time.
         tensors = tensors.without_running_stats()
     wrap: OutputWrapper | None = None
     try:
@@ -70,7 +70,7 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
         sums = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], status_words)
         if num_values is not None:  # Masked values are 0 in the sums, but the kernel has counted them in n.
             sums[2 * num_channels] = num_values
-    except Exception as error:  # The class varies, because this call may compile kernels.
+    except Exception as error:  # The first call of a kernel may compile it, which may raise anything.
         fallback.raise_on_all_ranks(error, tensors, options, reduction, "forward")
     total = reduction.all_reduce(sums, "forward", status_words)
     if outer * inner < 2 or num_values is not None:  # Otherwise this rank has two or more values per channel.
@@ -87,7 +87,7 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
 
 
 class _Step(torch.autograd.Function):
-    """(x, weight, bias, residual, computed) -> y. The forward returns the y in `computed`; the backward differentiates.
+    """(x, weight, bias, residual, computed) -> y. The forward only returns the y in `computed`.
 
     `computed` is a tuple because autograd treats tensors that are arguments themselves as inputs.
 
@@ -111,7 +111,7 @@ class _Step(torch.autograd.Function):
         reduction, forward_config, kernels = ctx.reduction, ctx.kernels.config, None
         needed = _, _, _, needs_residual = ctx.needs_input_grad[:4]
         try:
-            x, _, _, y = saved = ctx.saved_tensors  # This runs saved_tensors_hooks and activation checkpointing.
+            x, _, _, y = saved = ctx.saved_tensors  # saved_tensors_hooks and activation checkpointing run here.
             # A profiler shows this node as _StepBackward, so no range is opened.
             if is_eager(dy) and not torch.is_grad_enabled():
                 if dy.stride() != x.stride():
@@ -127,9 +127,10 @@ class _Step(torch.autograd.Function):
             reduction.record_error(error)
             raise
         total = reduction.all_reduce(sums, "backward", status_words)
-        if reduction.forward_total is not None and not keeps_graph():
+        if reduction.forward_total is not None and not keeps_graph():  # No other backward follows; release the total.
             reduction.forward_total = None
         grad_x, grad_residual = kernels.backward_outputs(dy, saved, total, status_words)
+        # Without a relu the gradient of the residual is dy.
         return grad_x, *parameter_grads, dy if needs_residual and y is None else grad_residual, None
 
 

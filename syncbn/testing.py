@@ -93,9 +93,7 @@ def assert_matches_full_batch(
         try:
             pickle.dumps(function)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise TypeError(
-                f"{name} must be importable from the top level of a module, got {function!r}: {error}"
-            ) from error
+            raise TypeError(f"{name} must be importable from a module, got {function!r}: {error}") from error
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = world_size, store.port, timeout, (model_fn, tuple(batch), loss_fn, steps, dtype)
     start_processes(_run_rank, arguments, nprocs=world_size, start_method=START_METHOD)

@@ -73,7 +73,7 @@ def format_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
 
 def format_ranks(ranks: list[int]) -> str:
     """Format a list of ranks, for example as "ranks 0-2, 5"."""
-    index = itertools.count()  # in a run of consecutive ranks, rank - index is constant
+    index = itertools.count()  # The difference rank - index is constant in a run of consecutive ranks.
     runs = [[*run] for _, run in itertools.groupby(ranks, lambda rank: rank - next(index))]
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"

@@ -165,19 +165,14 @@ def copy_together(targets: list[Tensor], values: list[Tensor]) -> None:
     torch._foreach_copy_(targets, values)
 
 
-def _storage_freed(tensor: Tensor) -> bool:
-    """Return whether the storage was freed, for example by a resize to 0 bytes."""
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-
-
 def any_freed(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the storage of any tensor was freed.
+    """Return whether the storage of any tensor was freed, for example by a resize to 0 bytes.
 
     data_ptr() of such a tensor is its storage offset in bytes, which is > 0 for a view, such as a view of a flat
     parameter of FSDP1.
     """
     may_be_freed = 0 in map(Tensor.data_ptr, tensors) or any(map(Tensor.storage_offset, tensors))
-    return may_be_freed and any(map(_storage_freed, tensors))
+    return may_be_freed and any(tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
 
 
 def require_storage(tensors: Sequence[Tensor]) -> None:
@@ -220,18 +215,11 @@ def guards_work() -> bool:
 
 # Process groups, stores, DistributedDataParallel, pipelines; and CUDA streams.
 
-Options = TypeVar("Options")
-
-
-def _synchronous(options: Options) -> Options:
-    """Return the options of a collective that runs on the current stream. By default nccl uses a stream of its own."""
-    options.asyncOp = False  # type: ignore[attr-defined]
-    return options
-
-
 # For `group.allreduce` and `group.alltoall_base`. dist.all_reduce and dist.all_to_all_single call these methods after
-# checks that take more host time than the call itself. Dispatch modes get the same operators.
-ALL_REDUCE, ALL_TO_ALL = _synchronous(dist.AllreduceOptions()), _synchronous(dist.AllToAllOptions())
+# checks that take more host time than the call itself. Dispatch modes get the same operators. Without asyncOp nccl uses
+# the current stream, else a stream of its own.
+ALL_REDUCE, ALL_TO_ALL = dist.AllreduceOptions(), dist.AllToAllOptions()
+ALL_REDUCE.asyncOp = ALL_TO_ALL.asyncOp = False
 
 
 def all_reduce_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -292,11 +280,9 @@ def registered_name(group: dist.ProcessGroup) -> str:
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of the group's collectives. (A new group has torch's default of 10 or 30 minutes, whatever the
     timeout of the default group.)"""
-    try:
-        options = getattr(group._get_backend(group_device(group)), "options", None)  # not in the fake backend
-    except RuntimeError:  # a group that is implemented in Python has no backend
-        options = None
-    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
+    with contextlib.suppress(RuntimeError, AttributeError):  # a group implemented in Python, torch's fake backend
+        return group._get_backend(group_device(group)).options._timeout
+    return dist.distributed_c10d.default_pg_timeout
 
 
 def group_device(group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> torch.device:

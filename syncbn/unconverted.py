@@ -73,11 +73,7 @@ def unsynchronised(model: nn.Module) -> list[LocalLayer]:
         if remedy in (None, CUSTOM) and not isinstance(module, SyncBatchNorm):
             if type(module) in calling:
                 remedy = CALLS_FUNCTION
-            elif any(
-                _remedy(part) == CONVERTIBLE and part.training
-                for part in _unregistered_modules(module)
-                if part not in modules
-            ):
+            elif any(_remedy(part) == CONVERTIBLE and part.training for part in _unregistered(module) - modules):
                 remedy = UNREGISTERED
         if remedy is not None:
             layers.append(LocalLayer(name, module, remedy))
@@ -88,9 +84,8 @@ def calls_batch_norm(kind: type) -> bool:
     """Return whether the source of a method, which may be inherited, calls torch's batch norm by a usual name, and not
     with training=False. Methods of torch and syncbn, and methods without source, are skipped."""
     values = [value for base in kind.__mro__ for value in vars(base).values()]
-    return any(
-        _calls_in_training(value) for value in values if isinstance(value, (FunctionType, staticmethod, classmethod))
-    )
+    methods = [value for value in values if isinstance(value, (FunctionType, staticmethod, classmethod))]
+    return any(map(_calls_in_training, methods))
 
 
 def _calls_in_training(method: Any) -> bool:
@@ -114,23 +109,21 @@ def _names_batch_norm(code: CodeType) -> bool:
 def _is_call_in_training(node: ast.AST) -> bool:
     if not (isinstance(node, ast.Call) and ast.unparse(node.func) in [f"{prefix}batch_norm" for prefix in PREFIXES]):
         return False
-    given = [
-        value for place, value in enumerate(node.args) if place == TRAINING_INDEX or isinstance(value, ast.Starred)
-    ]
+    given = [value for i, value in enumerate(node.args) if i == TRAINING_INDEX or isinstance(value, ast.Starred)]
     given += [keyword.value for keyword in node.keywords if keyword.arg in ("training", None)]
     return any(ast.unparse(value) != "False" for value in given)
 
 
-def _unregistered_modules(module: nn.Module) -> list[nn.Module]:
+def _unregistered(module: nn.Module) -> set[nn.Module]:
     """Return the modules, except nn.SyncBatchNorm, in lists, tuples and dicts that are attributes of `module`, and the
     modules inside of those."""
     # Subclasses of dict are skipped: Lightning keeps a copy of a module's arguments in one.
     values = [value for value in vars(module).values() if type(value) in (list, tuple, dict)]
     items = [
-        item for value in values for item in islice(value.values() if isinstance(value, dict) else value, MAX_INSPECTED)
+        item for each in values for item in islice(each.values() if isinstance(each, dict) else each, MAX_INSPECTED)
     ]
-    parts = [part for item in items if isinstance(item, nn.Module) for part in item.modules()]
-    return [part for part in parts if not isinstance(part, nn.SyncBatchNorm)]
+    parts = {part for item in items if isinstance(item, nn.Module) for part in item.modules()}
+    return {part for part in parts if not isinstance(part, nn.SyncBatchNorm)}
 
 
 def _remedy(module: nn.Module) -> str | None:

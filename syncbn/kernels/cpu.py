@@ -30,9 +30,7 @@ _pack_forward_outputs = struct.Struct("10Pd").pack
 _pack_sums = struct.Struct("9Pq").pack
 _pack_backward_outputs = struct.Struct("8P").pack
 # The last fields of struct Kind in cpu.cpp.
-DTYPES = (
-    "dtype", "weight_dtype", "bias_dtype", "mean_dtype", "var_dtype", "grad_weight_dtype", "grad_bias_dtype"
-)  # fmt: skip
+DTYPES = "dtype", "weight_dtype", "bias_dtype", "mean_dtype", "var_dtype", "grad_weight_dtype", "grad_bias_dtype"
 FLAGS = "relu", "averages", "masks_by_y", "masks_by_x"
 
 FUNCTIONS = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs", "scratch"

@@ -24,7 +24,7 @@ from syncbn.torch_internals import increment_version
 # Values that a thread loads at once. With 8 values of 16 bits the sums of a thread would not fit in its registers.
 VALUES_PER_LOAD = 4
 COLUMNS = 64, 32  # channels per tile if inner is 1; 32 values of 16 bits are 64 contiguous bytes
-RUN_WARPS, COLUMN_WARPS = 4, 8  # warps per program: in runs; else, see gpu_tiles.py
+WARPS, COLUMN_WARPS = 4, 8  # warps per program: for a single channel; for several channels
 REDUCTION_REGISTERS, ELEMENTWISE_REGISTERS = 80, 64  # registers per thread
 REDUCTION_THREADS = 768  # threads with REDUCTION_REGISTERS that run on a multiprocessor at once
 # Maximum number of partial sums per channel. A second kernel adds them. Fewer leave multiprocessors idle for C <= 64.
@@ -35,10 +35,9 @@ DOUBLE = torch.float64  # dtype of sums and statistics
 NO_STATUS = StatusWords(0, 0, 0)
 
 Dtypes: TypeAlias = tuple[torch.dtype | None, ...]
-Handles: TypeAlias = tuple[int | tuple[int, ...] | None, ...]  # arguments of Triton's launcher
 # The launcher of a compiled kernel; a function that returns the current stream of a device; the launcher's arguments
 # after the stream; and the kernel, because Triton 3.8 unloads a kernel that nothing references from the GPU.
-CompiledLaunch: TypeAlias = tuple[Callable[..., None], Callable[[int], int], Handles, object]
+CompiledLaunch: TypeAlias = tuple[Callable[..., None], Callable[[int], int], tuple[object, ...], object]
 
 # Keyed by everything that a kernel is compiled for, and by which addresses are multiples of the alignment.
 compiled_kernels: dict[tuple[Hashable, tuple[bool, ...]], CompiledLaunch] = {}
@@ -112,10 +111,10 @@ class _Launches:
         outer, channels, inner = layout.sizes
         if outer * inner == 0:
             outer, inner = 0, 1
-        in_runs = inner > 1 and channels > 0
-        if in_runs:
+        single_channel = inner > 1 and channels > 0
+        if single_channel:
             width = align = VALUES_PER_LOAD if inner > VALUES_PER_LOAD and inner % VALUES_PER_LOAD == 0 else 1
-            self.spans, self.num_rows, self.warps = channels, outer * inner // width, RUN_WARPS
+            self.spans, self.num_rows, self.warps = channels, outer * inner // width, WARPS
         else:
             # The width that leaves fewer lanes idle, in whole eighths of the channels; 64 if both widths are equal.
             width = min(COLUMNS, key=lambda width: 8 * (-channels % width) // max(1, channels))
@@ -126,8 +125,8 @@ class _Launches:
         # In bytes for AMD, because Triton's AMD back end compiles for offsets of less than 2 GB.
         max_offset = outer * channels * inner * (dtype.itemsize if torch.version.hip else 1)
         index = tl.int64 if max_offset >= 2**31 - 2**24 else tl.int32  # 2^24: for rows out of range
-        self.tiles = gpu_tiles.Tiles(in_runs, rows, width, align, index, compute)
-        self.scalars = channels, inner, *(_magic_division(inner // width) if in_runs else (0, 0))
+        self.tiles = gpu_tiles.Tiles(single_channel, rows, width, align, index, compute)
+        self.scalars = channels, inner, *(_magic_division(inner // width) if single_channel else (0, 0))
         self.channels, self.device = channels, device
 
     def tile_launch(self, kernel: triton.JITFunction, dtypes: Dtypes, relu: bool) -> Launch:
@@ -147,10 +146,9 @@ class _Launches:
         )  # fmt: skip
 
     def channel_launch(
-        self, kernel: triton.JITFunction, dtypes: Dtypes, *scalars: float, compute: tl.dtype | None = None
+        self, kernel: triton.JITFunction, dtypes: Dtypes, *scalars: float, constants: tuple[tl.dtype, ...] = ()
     ) -> Launch:
         grid = max(1, triton.cdiv(self.channels, gpu_channels.CHANNELS_PER_PROGRAM.value)), 1
-        constants = () if compute is None else (compute,)
         # Each operation rounds, as in torch: another rank may update its running statistics by torch operations.
         return Launch(kernel, grid, self.device, dtypes, (self.channels, *scalars), constants, enable_fp_fusion=False)
 
@@ -214,14 +212,15 @@ class Backward(interface.BackwardKernels):
         sum_dtypes = dtype, dtype, y, DOUBLE, DOUBLE
         self.partial_sums = launches.tile_launch(gpu_tiles.partial_sums, sum_dtypes, config.masks_by_x)
         self.num_parts = num_parts = self.partial_sums.grid[1]
-        launch, kernels, compute = launches.channel_launch, gpu_channels, launches.tiles.compute
+        launch, kernels, constants = launches.channel_launch, gpu_channels, (launches.tiles.compute,)
         grads = config.grad_weight_dtype, config.grad_bias_dtype
         coefficients = config.weight_dtype, self.compute_dtype
-        self.gradient_sums = launch(kernels.gradient_sums, (DOUBLE, DOUBLE, DOUBLE, *grads), num_parts, compute=compute)
+        dtypes: Dtypes = DOUBLE, DOUBLE, DOUBLE, *grads
+        self.gradient_sums = launch(kernels.gradient_sums, dtypes, num_parts, constants=constants)
         self.backward_channels = launch(kernels.backward_channels, (DOUBLE, DOUBLE, *coefficients), masks_by_x)
-        dtypes: Dtypes = DOUBLE, DOUBLE, *grads, *coefficients
+        dtypes = DOUBLE, DOUBLE, *grads, *coefficients
         single_rank = kernels.backward_channels_single_rank
-        self.backward_channels_single_rank = launch(single_rank, dtypes, num_parts, masks_by_x, compute=compute)
+        self.backward_channels_single_rank = launch(single_rank, dtypes, num_parts, masks_by_x, constants=constants)
         dtypes = dtype, dtype, y, dtype, dtype if config.needs_residual else None, self.compute_dtype
         self.input_gradient = launches.tile_launch(gpu_tiles.input_gradient, dtypes, config.masks_by_x)
 

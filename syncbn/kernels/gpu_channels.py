@@ -20,13 +20,12 @@ import triton.language as tl
 from syncbn.kernels import interface
 from syncbn.statistics import N_COPIES
 
-N_COPIES = tl.constexpr(N_COPIES)
-ENDED, FAULT = tl.constexpr(interface.ENDED), tl.constexpr(interface.FAULT)
-LOCAL_NOT_FINITE = tl.constexpr(interface.LOCAL_NOT_FINITE)
-RANKS_DIFFER, BAD_ARGUMENT = tl.constexpr(interface.RANKS_DIFFER), tl.constexpr(interface.BAD_ARGUMENT)
-ONE_VALUE = tl.constexpr(interface.ONE_VALUE)
+# Values of other modules, which kernels can read only as constants of Triton.
+N_COPIES, MIXER = tl.constexpr(N_COPIES), tl.constexpr(interface.MIXER)
+ENDED, FAULT, LOCAL_NOT_FINITE = map(tl.constexpr, (interface.ENDED, interface.FAULT, interface.LOCAL_NOT_FINITE))
+FAULT_KINDS = interface.RANKS_DIFFER, interface.BAD_ARGUMENT, interface.ONE_VALUE
+RANKS_DIFFER, BAD_ARGUMENT, ONE_VALUE = map(tl.constexpr, FAULT_KINDS)
 
-MIXER = tl.constexpr(interface.MIXER)
 CHANNELS_PER_PROGRAM = tl.constexpr(8)
 PARTS_PER_STEP = tl.constexpr(128)  # parts that a program loads at once
 MIXED_PER_STEP = tl.constexpr(1024)  # sums that _signature_of_call loads at once

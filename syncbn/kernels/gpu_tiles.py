@@ -1,11 +1,11 @@
 """Triton kernels over whole tensors: partial sums, and the elementwise kernels `normalize` and `input_gradient`.
 
 A tensor is (outer, channel, inner) values in memory. Each program loops over tiles; a tile is several rows of
-contiguous values. The tensor is split in one of two ways:
+contiguous values. The channels of a program are called its span:
 
-    in runs   A run is `inner` > 1 contiguous values of one channel. A program processes one channel; a row is 4 values
-              of a run, or 1 value if inner is 4 or not a multiple of 4.
-    else      inner is 1. A program processes several adjacent channels; a row is their values at one outer index.
+    inner > 1    A span is a single channel. A row is 4 values of this channel, or 1 value if inner is 4 or not a
+                 multiple of 4.
+    inner = 1    A span is several adjacent channels. A row is their values at one outer index.
 
 The program (span, part) processes the channels of one span and the rows of one part.
 
@@ -35,10 +35,10 @@ from syncbn.kernels.gpu_channels import N_COPIES, STATUS_WORDS, record_not_finit
 class Tiles(NamedTuple):
     """Compile-time constants of the kernels, in addition to the dtypes of their tensors."""
 
-    in_runs: bool
+    single_channel: bool  # per program
     rows: int  # rows per tile
     columns: int  # values per row
-    align: int  # a divisor of `inner` in runs, else of the number of channels
+    align: int  # a divisor of inner for a single channel, else of the number of channels
     index: tl.dtype  # dtype of offsets: tl.int32, or tl.int64 for large tensors
     compute: tl.dtype  # tl.float32, or tl.float64 for float64 inputs
 
@@ -52,7 +52,7 @@ SIZES = ["num_rows", "rows_per_program", "channels", "inner", "multiplier", "bit
 @triton.jit
 def _divisible_sizes(channels, inner, TILES: tl.constexpr):
     """Return the same sizes in a form from which Triton infers their divisor, and loads several values at once."""
-    if TILES.in_runs:
+    if TILES.single_channel:
         inner = inner // TILES.align * TILES.align
     else:
         channels = channels // TILES.align * TILES.align
@@ -61,8 +61,8 @@ def _divisible_sizes(channels, inner, TILES: tl.constexpr):
 
 @triton.jit
 def _span_channels(span, channels, TILES: tl.constexpr):
-    """Return the channel of the program in runs, else a channel for each column; and whether the channel exists."""
-    if TILES.in_runs:
+    """Return the single channel of the span, or a channel for each column; and whether the channel exists."""
+    if TILES.single_channel:
         channel = span
     else:
         channel = span * TILES.columns + tl.arange(0, TILES.columns)
@@ -78,12 +78,12 @@ def _tile_offsets(first_row, program, TILES: tl.constexpr):
     stop, span, channels, inner, multiplier, bit_shift = program
     row, column = first_row + tl.arange(0, TILES.rows), tl.arange(0, TILES.columns)
     span, exists = tl.cast(span, row.dtype), (row < stop)[:, None]
-    if TILES.in_runs:
+    if TILES.single_channel:
         if TILES.index == tl.int64:
-            run = row // (inner // TILES.columns)
+            outer = row // (inner // TILES.columns)
         else:  # the same without a division, see _magic_division in gpu.py
-            run = (tl.umulhi(row.to(tl.uint32), multiplier.to(tl.uint32)) >> bit_shift).to(tl.int32)
-        start = row * TILES.columns + run * ((channels - 1) * tl.cast(inner, row.dtype)) + span * inner
+            outer = (tl.umulhi(row.to(tl.uint32), multiplier.to(tl.uint32)) >> bit_shift).to(tl.int32)
+        start = row * TILES.columns + outer * ((channels - 1) * tl.cast(inner, row.dtype)) + span * inner
         exists = tl.broadcast_to(exists, (TILES.rows, TILES.columns))
     else:
         start = row * channels
@@ -101,7 +101,7 @@ def _load(pointer, offsets, exists, TILES: tl.constexpr):
 @triton.jit
 def _broadcast(values, TILES: tl.constexpr):
     """Return per-channel values in a shape that broadcasts to a tile."""
-    if TILES.in_runs:
+    if TILES.single_channel:
         return values
     else:
         return values[None, :]
@@ -131,12 +131,12 @@ def _apply_relu_mask(
 
 @triton.jit
 def _sum_rows(values, TILES: tl.constexpr):
-    """Return the sum of each column of a tile; in runs `values` is (rows,), and the result one sum.
+    """Return the sum of each column of a tile; for a single channel `values` is (rows,), and the result one sum.
 
     tl.sum(values, 0) of a tile would cause many bank conflicts in shared memory. Few are left if each thread first gets
     two rows of a column and adds them.
     """
-    if TILES.in_runs:
+    if TILES.single_channel:
         return tl.sum(values, 0)
     else:
         even, odd = tl.split(tl.reshape(tl.trans(values), (TILES.columns, TILES.rows // 2, 2)))
@@ -148,17 +148,17 @@ def _center(x, start, program, TILES: tl.constexpr):
     """Return the mean of the first tile, rounded to the dtype of x, or 0 for a mean that is not finite."""
     offsets, exists = _tile_offsets(start, program, TILES)
     values, count = _load(x, offsets, exists, TILES), tl.minimum(program[0] - start, TILES.rows)
-    if TILES.in_runs:
+    if TILES.single_channel:
         values, count = tl.sum(values, 1), count * TILES.columns
     total = _sum_rows(values, TILES)
     center = (total / tl.maximum(count, 1).to(TILES.compute)).to(x.dtype.element_ty).to(TILES.compute)
-    return tl.where(tl.abs(center) < float("inf"), center, 0.0)  # also NaN
+    return tl.where(tl.abs(center) < float("inf"), center, 0.0)  # replaces NaN, too
 
 
 @triton.jit
 def _to_float64(sums, TILES: tl.constexpr):
-    """Return float32 sums of tiles in float64: in runs added up over the columns, else unchanged in shape."""
-    if TILES.in_runs:
+    """Return float32 sums of tiles in float64; for a single channel they are added up over the columns."""
+    if TILES.single_channel:
         sums = tl.sum(sums, 1)
     return sums.to(tl.float64)
 
@@ -179,7 +179,7 @@ def partial_sums(
     channels, inner = _divisible_sizes(channels, inner, TILES)
     program = (stop, span, channels, inner, multiplier, bit_shift)
     channel, exists = _span_channels(span, channels, TILES)
-    values_per_row = TILES.columns if TILES.in_runs else 1  # of one channel
+    values_per_row = TILES.columns if TILES.single_channel else 1  # of one channel
     if dy is None:
         center = _center(x, start, program, TILES)
     else:
@@ -196,15 +196,15 @@ def partial_sums(
         chunk_first, chunk_second = zeros, zeros
         for row in range(chunk, tl.minimum(chunk + CHUNK * TILES.rows, stop), UNROLL * TILES.rows):
             for tile in tl.static_range(UNROLL):
-                offsets, in_tile = _tile_offsets(row + tile * TILES.rows, program, TILES)
+                offsets, mask = _tile_offsets(row + tile * TILES.rows, program, TILES)
                 if dy is None:
                     other = tile_center.to(x.dtype.element_ty)
-                    difference = tl.load(x + offsets, mask=in_tile, other=other).to(TILES.compute) - tile_center
+                    difference = tl.load(x + offsets, mask=mask, other=other).to(TILES.compute) - tile_center
                     factor = difference
                 else:
-                    difference = _load(x, offsets, in_tile, TILES) - tile_center
-                    factor = _load(dy, offsets, in_tile, TILES)
-                    factor = _apply_relu_mask(factor, difference, x, y, scale, shift, offsets, in_tile, TILES, RELU)
+                    difference = _load(x, offsets, mask, TILES) - tile_center
+                    factor = _load(dy, offsets, mask, TILES)
+                    factor = _apply_relu_mask(factor, difference, x, y, scale, shift, offsets, mask, TILES, RELU)
                 chunk_first += factor
                 chunk_second += factor * difference
         first += _to_float64(chunk_first, TILES)
@@ -249,13 +249,13 @@ def normalize(
     shift = _coefficient(coefficients, 2, channels, channel, exists, TILES)
     for row in range(start, stop, UNROLL * TILES.rows):
         for tile in tl.static_range(UNROLL):
-            offsets, in_tile = _tile_offsets(last_start - (row - start) + tile * TILES.rows, program, TILES)
-            value = tl.fma(_load(x, offsets, in_tile, TILES) - center, scale, shift)
+            offsets, mask = _tile_offsets(last_start - (row - start) + tile * TILES.rows, program, TILES)
+            value = tl.fma(_load(x, offsets, mask, TILES) - center, scale, shift)
             if residual is not None:
-                value += _load(residual, offsets, in_tile, TILES)
+                value += _load(residual, offsets, mask, TILES)
             if RELU:
                 value = tl.where(value <= 0, 0.0, value)
-            tl.store(y + offsets, value, mask=in_tile)
+            tl.store(y + offsets, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -278,10 +278,10 @@ def input_gradient(
         shift = _coefficient(coefficients, 5, channels, channel, exists, TILES)
     for row in range(start, stop, UNROLL * TILES.rows):
         for tile in tl.static_range(UNROLL):
-            offsets, in_tile = _tile_offsets(last_start - (row - start) + tile * TILES.rows, program, TILES)
-            difference = _load(x, offsets, in_tile, TILES) - center
-            gradient = _load(dy, offsets, in_tile, TILES)
-            gradient = _apply_relu_mask(gradient, difference, x, y, scale, shift, offsets, in_tile, TILES, RELU)
+            offsets, mask = _tile_offsets(last_start - (row - start) + tile * TILES.rows, program, TILES)
+            difference = _load(x, offsets, mask, TILES) - center
+            gradient = _load(dy, offsets, mask, TILES)
+            gradient = _apply_relu_mask(gradient, difference, x, y, scale, shift, offsets, mask, TILES, RELU)
             if grad_residual is not None:
-                tl.store(grad_residual + offsets, gradient, mask=in_tile)
-            tl.store(grad_x + offsets, gradient * a + difference * b + c, mask=in_tile)
+                tl.store(grad_residual + offsets, gradient, mask=mask)
+            tl.store(grad_x + offsets, gradient * a + difference * b + c, mask=mask)

@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 from syncbn.kernels.operators import backward_outputs, backward_sums, forward_outputs, forward_sums
 
 _aten = torch.ops.aten
+_FILLS = _aten.scalar_tensor.default, _aten.full.default
 # The converted arguments of operators in each graph, so that a tensor that several operators read is copied once.
 _converted: WeakKeyDictionary[Any, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
 
@@ -84,7 +85,8 @@ def _fuse_relu(match: Match, *_: object) -> None:
         dy = backward.args[0]
         if dy.target is _aten.where.self:
             is_zero, zero, unmasked_dy = dy.args
-            if (is_zero.target, *is_zero.args) == (_aten.le.Scalar, relu, 0) and _is_zero(zero):
+            is_mask = (is_zero.target, *is_zero.args) == (_aten.le.Scalar, relu, 0)
+            if is_mask and zero.target in _FILLS and zero.args[-1] == 0:
                 _set_argument(backward, "dy", unmasked_dy)
     relu.replace_all_uses_with(y)
     relu.graph.erase_node(relu)
@@ -99,7 +101,3 @@ def _is_slice_within(node: Any, length: int) -> bool:
     """Return whether this node is a slice that ends at or before `length`."""
     end = node.args[-1]
     return node.target is _aten.slice.Tensor and len(node.args) == 4 and isinstance(end, int) and end <= length
-
-
-def _is_zero(node: Any) -> bool:
-    return node.target in (_aten.scalar_tensor.default, _aten.full.default) and node.args[-1] == 0

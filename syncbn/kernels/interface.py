@@ -30,7 +30,7 @@ from torch import Tensor
 TRAILER_ELEMENTS, SIGNATURE_ELEMENTS = 4, 3
 UNSIGNED = 0  # in place of a signature, which is in 0 < s < 2^26; ranks/sites.py computes it
 MIXER = 0x9E3779B97F4A7C15 - 2**64  # odd, as an int64; reference.py's signature_of_call multiplies by it
-MAX_CACHED_KERNELS = 4096  # per pass
+MAX_CACHED_KERNELS = 4096  # of both passes and all devices
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # keyed by the number of dims
 
 Inputs: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual
@@ -43,7 +43,7 @@ GradientPair: TypeAlias = tuple[Tensor | None, Tensor | None]  # grad_x, grad_re
 
 # Indices into the status words of the host.
 ENDED = 0  # sequence number of the last all_reduce whose total a kernel has read
-FAULT = 1  # sequence number * 4 + fault config of the first fault, 0 without a fault; divmod(word, 4) splits it again
+FAULT = 1  # sequence number * 4 + fault kind of the first fault, 0 without a fault; divmod(word, 4) splits it again
 # Sequence number of the first forward with non-finite local sums since the host cleared this word. This is a warning,
 # not an error.
 LOCAL_NOT_FINITE = 2
@@ -234,7 +234,7 @@ class BackwardKernels(Kernels[BackwardConfig]):
 
 
 class FastPathBackEnd(Protocol):
-    """cpu.py or gpu.py."""
+    """A back end of the fast path: cpu.py or gpu.py."""
 
     @property
     def Forward(self) -> type[ForwardKernels]: ...  # noqa: N802

@@ -7,7 +7,7 @@ them only inside an autograd.Function, after select.py has loaded the kernels.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from syncbn.kernels import interface, reference
 from syncbn.kernels.interface import GradientPair, Inputs, Layout, Saved
 from syncbn.kernels.select import back_end
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals import require_storage
+from syncbn.torch_internals import Function, require_storage
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("syncbn", "DEF")
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
-# An operator whose arguments or results change gets a new name, because Inductor's cache on disk contains the old one.
+# An operator whose arguments or results change gets a new name, because Inductor's cache on disk has graphs with the
+# old name.
 
 
 class Forward(reference.Forward):
@@ -177,5 +177,5 @@ def _prepare(
 def _layout(shape: torch.Size, strides: tuple[int, ...], channel_dim: int) -> Layout | None:
     """Return the layout of a tensor with its dims permuted to their order in memory, or None if it is not dense."""
     order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
-    in_order = torch.empty_strided(shape, strides, device="meta").permute(order)
-    return Layout.of(in_order, order.index(channel_dim)) if in_order.is_contiguous() else None
+    permuted = torch.empty_strided(shape, strides, device="meta").permute(order)
+    return Layout.of(permuted, order.index(channel_dim)) if permuted.is_contiguous() else None

@@ -7,8 +7,9 @@ and gpu.py are the back ends of the fast path. Their methods take more arguments
 Tensors      x is non-overlapping and dense, and viewed as (outer, C, inner), see Layout in interface.py. dy, y and the
              residual have the shape, dtype and layout of x. Sums, totals and statistics are float64, packed as in
              statistics.py. weight and bias (C,) have any float dtype. Sums have zeros in place of a signature here.
-Fused relu   Backward sets dy to 0 where the output of the relu is 0. With a residual that output is the saved y. Else y
-             is None, and the output is computed again from x, scale and shift (C,), which follow the statistics.
+Fused relu   Backward sets dy to 0 where the output of the relu is 0. With a residual that output is the saved y.
+             Without a residual y is None, and the output is computed again from x, scale and shift (C,), which follow
+             the statistics.
 Reductions   They accumulate in float64. For speed the other back ends may first add a few 16-bit values (on GPUs also
              float32 values) in float32: then squares of values beyond 1.8e19 overflow, and squares of values below
              1e-19 lose digits.

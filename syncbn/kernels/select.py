@@ -75,7 +75,8 @@ _triton_reasons: dict[torch.device, str | None] = {}  # results of _reason_no_tr
 
 
 def _reason_no_triton(device: torch.device, compiling: bool) -> str | None:
-    """Run Triton kernels on this GPU, once per process. Return None if they work, else the reason in one line.
+    """Run Triton kernels on this GPU, once per process. Return None if they work, or if a graph is being compiled or
+    captured, else the reason in one line.
 
     **Raises** RuntimeError if Triton cannot use its cache. CUDA and out-of-memory errors propagate unchanged.
     """
@@ -95,9 +96,10 @@ def _reason_no_triton(device: torch.device, compiling: bool) -> str | None:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         if reason.startswith("RuntimeError: Triton Error [CUDA]: out of memory"):
             raise
-        # If one rank used torch operations, its running statistics would differ in bits from those of other ranks.
-        is_of_compiler = isinstance(error, FileNotFoundError) and error.filename == os.environ.get("CC")
-        if isinstance(error, OSError) and "ldconfig" not in reason and not is_of_compiler:
+        # An error that may occur on one rank alone raises: if only this rank fell back to torch operations, its running
+        # statistics would have other bits than those of the other ranks.
+        compiler_missing = isinstance(error, FileNotFoundError) and error.filename == os.environ.get("CC")
+        if isinstance(error, OSError) and "ldconfig" not in reason and not compiler_missing:
             remedy = "set TRITON_CACHE_DIR to a folder on a local disk"
             raise RuntimeError(f"syncbn: Triton cannot use its cache: {error}; {remedy}") from error
     _triton_reasons[device] = reason

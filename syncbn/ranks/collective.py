@@ -46,7 +46,7 @@ def all_reduce(payload: Tensor, group: dist.ProcessGroup, all_to_all_size: int, 
     if use_operator:
         received = all_to_all_operator(sent, group)
     else:
-        # If a rank sends fewer elements, gloo aborts that rank alone, and the NaN stays in place of what is missing.
+        # If a rank sends fewer elements, gloo aborts that rank alone, and NaN stays in place of the missing elements.
         received = torch.full_like(sent, math.nan)
         group.alltoall_base(received, sent, [], [], ALL_TO_ALL).wait()
     return functools.reduce(torch.add, received.chunk(all_to_all_size))
@@ -91,12 +91,11 @@ class Collective:
 
     def to_report(self, error: Exception | None = None) -> report.CallReport:
         """Return the report of this collective for the other ranks. `error`: this rank has this bad argument."""
-        site, text = self.site, "" if error is None else format_error(error)
+        site = self.site
         numbers = site.instance_number, site.next_instance_number(), self.call_number
         compared = self.pass_name, site.signatures.settings, str(self.dtype)
-        return report.CallReport(
-            self.description(), site.layer, *numbers, *compared, text, isinstance(error, TypeError)
-        )
+        fault = "" if error is None else format_error(error), isinstance(error, TypeError)
+        return report.CallReport(self.description(), site.layer, *numbers, *compared, *fault)
 
     def layer_label(self) -> str:
         return self.site.label
@@ -114,15 +113,13 @@ class Collective:
         if not self.site.warned_of_nan:
             self.site.warned_of_nan = True
             warn(f"syncbn: NaN or infinity in the input of {self.description()} on rank {self.rank.rank}.")
-            what = "NaN or infinity in the input of a layer"
-            if self.dtype in OVERFLOW_THRESHOLDS:
-                what += (
-                    f", or {self.dtype} values beyond about {OVERFLOW_THRESHOLDS[self.dtype]}, whose squares overflow,"
-                )
+            what, dtype = "NaN or infinity in the input of a layer", self.dtype
+            if dtype in OVERFLOW_THRESHOLDS:
+                what += f", or {dtype} values beyond about {OVERFLOW_THRESHOLDS[dtype]}, whose squares overflow,"
             then = "makes the statistics and running statistics of that layer NaN or infinite on all ranks"
             remedy = "Check the batch of the rank that warned first, then the learning rate and the loss scale"
-            by_torch = "torch.autograd.set_detect_anomaly(True) finds a backward that computes NaN"
-            warn_once(f"syncbn: {what} {then}. {remedy}; {by_torch}.")
+            hint = "torch.autograd.set_detect_anomaly(True) finds a backward that computes NaN"
+            warn_once(f"syncbn: {what} {then}. {remedy}; {hint}.")
 
     def _raise_with_positions(self, error: RuntimeError) -> None:
         """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or is a GPU error."""

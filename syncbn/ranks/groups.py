@@ -179,9 +179,7 @@ def make(size: int, default_group: dist.ProcessGroup) -> None:
     sizes = [int(received_size) for received_size in received]
     if len(set(sizes)) > 1:
         each = ", ".join(f"rank {rank} for {group_size}" for rank, group_size in enumerate(sizes))
-        raise ValueError(
-            f"the ranks ask for different process groups: {each}; pass the same process_group on all ranks"
-        )
+        raise ValueError(f"the ranks ask for different process groups: {each}; pass the same number on all ranks")
     world_size = default_group.size()
     if world_size % size:
         values = f"{world_size} ranks do not divide into groups of {size}"

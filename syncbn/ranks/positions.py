@@ -65,7 +65,7 @@ class Wait(Protocol):
     """A collective of syncbn in which this rank waits."""
 
     sequence_number: int  # A rank whose position has this number or a larger one has reached the collective.
-    start: float  # by time.monotonic
+    start: float  # the time when the collective began, by time.monotonic
     next_warning_seconds: float  # waiting time at which the watchdog warns
 
     def position(self) -> Position: ...
@@ -108,11 +108,10 @@ class ThisRank:
         that is one of them."""
         waiting = [*self.waiting]  # a copy, as other threads change the dict
         last = wait if wait in waiting else next(iter(waiting), self.last)
-        error, before = self.error
+        text, before = self.error
+        error = text if before is last else ""
         position = Position() if last is None else last.position()
-        return position._replace(
-            error=error if before is last else "", departure=self.departure, process=self.process, host=this_host()
-        )
+        return position._replace(error=error, departure=self.departure, process=self.process, host=this_host())
 
     def record_error(self, error: BaseException) -> None:
         """Record an error that a layer raises on this rank, as other ranks may wait in the collective that follows."""
@@ -150,8 +149,8 @@ class ThisRank:
         """Return the value of each of these ranks under the key; None for a rank that has written none."""
         store, keys = self.store, [self._key(rank, key) for rank in ranks]
         if store.check(keys):
-            at_once = store.has_extended_api()  # type: ignore[attr-defined]
-            return [*map(json.loads, store.multi_get(keys) if at_once else map(store.get, keys))]
+            has_multi_get = store.has_extended_api()  # type: ignore[attr-defined]
+            return [*map(json.loads, store.multi_get(keys) if has_multi_get else map(store.get, keys))]
         half = len(ranks) // 2  # Bisection needs few requests to find the ranks that have written nothing.
         return [*self.read(ranks[:half], key), *self.read(ranks[half:], key)] if half else [None]
 

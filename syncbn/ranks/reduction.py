@@ -47,8 +47,6 @@ from syncbn.torch_internals import (
     stream_handle,
 )
 
-NO_SIGNATURES = Signatures(1)  # signatures without an identity: the trailer has zeros
-
 
 class Reduction(ABC):
     """The sums over the ranks that a call synchronises."""
@@ -88,7 +86,7 @@ class Reduction(ABC):
         """Record an error that this rank raises, so that the reports of the other ranks contain it if they wait."""
 
     def recording_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for a pass. It records the error that the pass raises."""
+        """Return a context manager that records the error of a pass."""
         return contextlib.nullcontext()
 
 
@@ -97,7 +95,7 @@ class OneRank(Reduction):
 
     group = None
     num_ranks = 1
-    signatures = NO_SIGNATURES
+    signatures = Signatures(1)  # UNSIGNED, as they have no identity
 
     def all_reduce(self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
         return payload
@@ -177,7 +175,7 @@ class EagerReduction(Reduction):
         try:
             total = self.all_reduce(payload, pass_name, status_words, error, use_operator)
         except Exception:
-            del error  # as in `all_reduce`
+            del error  # see `all_reduce`
             raise
         if status_words is not None:
             if error is not None:
@@ -225,7 +223,7 @@ def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: 
     site, state, rank = collective.site, collective.site.group_state, collective.rank
     if math.isnan(total[-1]):  # The ranks have sent different lengths, and gloo has aborted a rank.
         where = report.report_positions(rank, collective, has_failed=True)
-        return error or RuntimeError(report.DIFFERENT_LENGTHS + where)
+        return error or RuntimeError(report.TITLE_LENGTHS + where)
     # repr has one text for every NaN.
     key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
     calls = report.gather_calls(rank, state.ranks, key, collective.to_report(error))
@@ -257,10 +255,8 @@ def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> R
     if is_compiling():
         return graph_reduction(spec)
     if is_jit_tracing():
-        raise RuntimeError(
-            "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm of all "
-            "ranks: call syncbn.revert_syncbn_model(model) first, or model.eval()"
-        )
+        what = "syncbn: torch.jit.trace, also in torch.onnx.export(dynamo=False), cannot record batch norm of all ranks"
+        raise RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()")
     return eager_reduction(spec, caller, getattr(input, "dtype", None))
 
 
@@ -270,8 +266,7 @@ def eager_reduction(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) 
     if group is None and spec is None:
         groups.warn_of_missing_group()
         return ONE_RANK
-    site = caller._call_site
-    # The site of the last call is cached on the caller.
+    site = caller._call_site  # the site of the last call
     if group is None or site is None or site.group_state.group() is not group or site.caller() is not caller:
         group = resolve(spec)
         if group is None:

@@ -26,11 +26,11 @@ from syncbn.texts import format_by_rank
 SETTLE_SECONDS = 0.3  # After a failure, a report waits so long for a rank that writes why it leaves.
 READ_SECONDS = 5.0  # the longest time for which a report waits for the store
 ANSWER_SECONDS = 5.0  # the longest time for which a rank waits for the other ranks' reports
-WITH_GRAPH = "backward with create_graph or torch.func"  # the pass of the first all_reduce of such a backward
+WITH_GRAPH = "backward with create_graph or torch.func"  # the pass_name of the first all_reduce of such a backward
 
-DIFFERENT_LAYERS = "syncbn: the ranks are in different layers or calls.\n"
-DIFFERENT_LENGTHS = "syncbn: the ranks have sent the sums of different numbers of channels.\n"
-BAD_ARGUMENT = "syncbn: another rank has a bad argument.\n"
+TITLE_LAYERS = "syncbn: the ranks are in different layers or calls.\n"
+TITLE_LENGTHS = "syncbn: the ranks have sent the sums of different numbers of channels.\n"
+TITLE_ARGUMENT = "syncbn: another rank has a bad argument.\n"
 FALSE_ALARM = "If this is a false alarm, set SYNCBN_CHECKS=0 on every rank, which disables the comparison of ranks."
 
 EXTRA_CALL = "A rank has called the model once more, for example to validate or profile it without model.eval()."
@@ -166,7 +166,7 @@ def explain(
     unknown = f"has not answered within {ANSWER_SECONDS:g} s"
     lines = format_by_rank(ranks, [unknown if call is None else f"in {call.description}" for call in calls])
     where = f"{lines}\nWhere the ranks are now:\n{report_positions(rank, wait)}"
-    return RanksDifferError(DIFFERENT_LAYERS + where) if ranks_differ else RuntimeError(BAD_ARGUMENT + where)
+    return RanksDifferError(TITLE_LAYERS + where) if ranks_differ else RuntimeError(TITLE_ARGUMENT + where)
 
 
 def _difference(calls: Sequence[CallReport], can_renumber: bool) -> tuple[str, str, str] | None:
@@ -185,7 +185,7 @@ def _difference(calls: Sequence[CallReport], can_renumber: bool) -> tuple[str, s
             remedy = REMEDY_MODELS
         if {"backward", WITH_GRAPH} <= {call.pass_name for call in calls}:
             remedy = REMEDY_GRAPHS
-        return DIFFERENT_LAYERS, line, remedy
+        return TITLE_LAYERS, line, remedy
     if any(call.error for call in calls):  # The error may be the only difference.
         return None
     if not all_have("settings"):
@@ -216,10 +216,8 @@ def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False
         rank.report_thread = _start(lambda: _read_report(rank, wait, ranks, has_failed, reports))
         if not rank.is_reading(READ_SECONDS) and reports:
             return reports[0]
-    unknown, line = (
-        "not known, as the process group's store does not answer",
-        _describe(rank.position(wait), rank, wait),
-    )
+    unknown = "not known, as the process group's store does not answer"
+    line = _describe(rank.position(wait), rank, wait)
     return format_by_rank(ranks, [line if other == rank.rank else unknown for other in ranks])
 
 
@@ -275,7 +273,7 @@ def _describe(position: Position, rank: ThisRank, wait: Wait | None) -> str:
         is_current = (is_there or is_own or position.departure) and not position.process_state
         elsewhere = " on another process group" * (here.group not in ("", position.group))
         place = f"{'' if is_current else 'last seen '}{'in' if is_there else 'after'} {position.description}{elsewhere}"
-    error = position.error * (len(position.departure) <= len(HAS_LEFT))  # else the rank has left with an error
+    error = position.error * (position.departure in ("", HAS_LEFT))  # not if the rank has left with an error
     parts = place, position.layer_call, error, position.departure, position.process_state
     return "; ".join(filter(None, parts)) or "has not been seen"
 

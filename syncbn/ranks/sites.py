@@ -1,20 +1,19 @@
-"""Names the layers and functions that call on process groups, signs what they send, and keeps what they wait in.
+"""Identifies the layers and functions that call on process groups, and signs the payloads that they send.
 
-A call site is a layer or function on one group. Each rank signs what it sends, so that ranks which have met in
-different layers or passes see it in the total. The signature s of a call site and a pass is a positive number. It is
-computed from
+A call site is a layer or function on one group. Each rank signs its payload, so that the total shows if the ranks are
+in different layers or passes. The signature s of a call site and a pass is a positive number, computed from
 
-    root and name   the class of the module that `convert_syncbn_model` converted, and the layer's dotted name in it. A
-                    layer without a name has its own class and its number of channels instead
-    number          of the layer among those of this root and name that have trained on the group, in the order of their
-                    first calls: it separates two models of one class, and is never given twice
-    the rest        the pass, the settings of the layer, and the dtype of the input
+    root and name    the class of the module that `convert_syncbn_model` converted, and the layer's dotted name in it;
+                     for a layer without a name, its own class and its number of channels
+    instance number  the number of the layer among those of this root and name that have trained on the group, in the
+                     order of their first calls; it separates two models of one class, and is never reused
+    the call         the pass, the settings of the layer, and the dtype of the input
 
-In all passes but forward, bits of the forward's total are mixed in, which differ between calls of one layer
-(signature_of_call in kernels/reference.py). Rank r sends 1, s_r and s_r^2 after its sums. By Cauchy and Schwarz
-sum 1 * sum s^2 = (sum s)^2 only where all s are equal. Two signatures of W ranks are equal by chance in at most 4 W of
-2^26 cases. A rank that cannot tell its layer, as in a compiled graph, sends zeros and is not counted. With
-SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
+In all passes except the forward, s also has bits of the total of the forward, which differ between calls of one layer
+(signature_of_call in kernels/reference.py). Rank r sends 1, s_r and s_r^2 after its sums. By the Cauchy-Schwarz
+inequality sum 1 * sum s^2 = (sum s)^2 holds only if all s are equal. Two different call sites of W ranks have equal
+signatures by chance in at most 4 W of 2^26 cases. A rank that does not know its layer, as in a compiled graph, sends
+zeros and does not count. With SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
 """
 
 import os
@@ -46,17 +45,17 @@ from syncbn.torch_internals import (
 class Caller(Protocol):
     """A layer, or a `FunctionCaller` for a function."""
 
-    _call_site: "Site | None"  # of its last call
-    _synchronised_ranks: int | None  # by its last training step in eager mode; None before the first
-    _syncbn_name: tuple[str, str] | None  # class of the root, and dotted name in it; None: not known
+    _call_site: "Site | None"  # the call site of the last call
+    _synchronised_ranks: int | None  # ranks that the last eager training step synchronised; None before the first
+    _syncbn_name: tuple[str, str] | None  # the class of the root and the dotted name in it, if they are known
 
 
-# The layer whose forward trains in this context, which may call functions such as sync_batch_norm.
+# The layer whose training forward runs in this context. It may call functions such as sync_batch_norm.
 layer_in_forward: ContextVar[Caller | None] = ContextVar("layer_in_forward", default=None)
 
 
 class FunctionCaller:
-    """A function that calls on process groups, as a layer does; a layer has the same attributes with an underscore."""
+    """The `Caller` of a function, such as sync_batch_norm."""
 
     _call_site: "Site | None" = None
 
@@ -66,7 +65,7 @@ class FunctionCaller:
 
     @property
     def _synchronised_ranks(self) -> int | None:
-        """Ranks synchronised by the enclosing layer; None outside of such."""
+        """The attribute of the layer in whose forward the function is called; None outside of a layer."""
         layer = layer_in_forward.get()
         return None if layer is None else layer._synchronised_ranks
 
@@ -74,7 +73,7 @@ class FunctionCaller:
     def _synchronised_ranks(self, num_ranks: int | None) -> None:
         layer = layer_in_forward.get()
         if layer is not None:
-            object.__setattr__(layer, "_synchronised_ranks", num_ranks)  # the layer's own may refuse
+            object.__setattr__(layer, "_synchronised_ranks", num_ranks)  # A layer's own __setattr__ may raise.
 
 
 @constant_in_graphs
@@ -83,19 +82,19 @@ def _hash(text: str) -> int:
 
 
 def smallest_signature(num_ranks: int) -> int:
-    """The smallest signature in a group of this size, a power of two; the largest is 2 * smallest - 1. Their total is
-    below 2^26, and its square exact in float64."""
+    """Return the smallest signature in a group of this size, a power of two; the largest is 2 * smallest - 1. The sum
+    over the ranks is below 2^26, so its square is exact in float64."""
     return 1 << (2**25 // num_ranks).bit_length() - 1
 
 
 @constant_in_graphs
 def _is_signing() -> bool:
-    """Whether the layers of this rank sign what they send. `select.reason_forced` refuses unknown values."""
+    """Return whether the layers of this rank sign their payloads. `select.reason_forced` validates the variable."""
     return os.environ.get("SYNCBN_CHECKS") != "0"
 
 
 class Signatures(dict[tuple[str, torch.dtype | None], int]):
-    """The signatures of a call site by pass and dtype of the input; UNSIGNED without an identity."""
+    """The signatures of a call site, keyed by pass and dtype of the input. Without an identity they are UNSIGNED."""
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
@@ -109,7 +108,7 @@ class Signatures(dict[tuple[str, torch.dtype | None], int]):
 
 
 class GroupState:
-    """A process group, of which it holds a weak reference, and what syncbn has done on it."""
+    """The call sites and collectives of syncbn on a process group, to which it holds a weak reference."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
@@ -117,7 +116,7 @@ class GroupState:
         self.ranks, self.num_ranks = dist.get_process_group_ranks(group), group.size()
         self.sites: WeakKeyDictionary[Caller, Site] = WeakKeyDictionary()
         self.num_sites = self.num_collectives = 0
-        self.last_instance_number = Counter[str]()  # of a layer of this root and name
+        self.last_instance_number = Counter[str]()  # by root and name
 
 
 _group_states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
@@ -130,22 +129,23 @@ def _group_state(group: dist.ProcessGroup) -> GroupState:
 
 
 class Site:
-    """A layer or function that calls on a group, by its name. The reference to it is weak."""
+    """A call site: a layer or function on a group. It holds a weak reference to the layer or function."""
 
-    instance_number = 0  # of the layer among those of its root and name; 0 where it does not sign
+    instance_number = 0  # the number of the layer among those of its root and name; 0 if it does not sign
 
     def __init__(self, caller: Caller, group: dist.ProcessGroup, rank: ThisRank) -> None:
         self.caller, self.rank, self.group_state, self.num_calls = ref(caller), rank, _group_state(group), 0
-        self.index = self.group_state.num_sites = self.group_state.num_sites + 1  # on this rank
+        # The number of this call site among those of the group on this rank, from 1.
+        self.index = self.group_state.num_sites = self.group_state.num_sites + 1
         self.all_to_all_size = all_to_all_size(group)
         root, path = caller._syncbn_name or ("", "")
         self.name = quote_path(path) or type(caller).__name__
         self.label = f"{self.name} in {root}" if root else self.name
-        # What the ranks compare: "bn1 in ResNet", "SyncBatchNorm2d(64)", "sync_batch_norm".
+        # The text that ranks compare, such as "bn1 in ResNet", "SyncBatchNorm2d(64)" or "sync_batch_norm".
         self.layer = self.label
         if isinstance(caller, torch.nn.Module) and not path:
             self.layer += f"({getattr(caller, 'num_features', '')})"
-        self.is_signed = getattr(caller, "is_signed", True)  # a layer is
+        self.is_signed = getattr(caller, "is_signed", True)  # A layer has no such attribute.
         self.needs_two_values = getattr(caller, "needs_two_values", True)
         self.warned_of_nan = False
         self.signatures = Signatures(self.group_state.num_ranks)
@@ -153,26 +153,26 @@ class Site:
             self.set_instance_number(self.next_instance_number())
 
     def write_call(self, num_channels: int) -> None:
-        """Write how this rank calls the layer, so that reports show it where the ranks differ."""
-        how = f"with {num_channels} channels over {format_ranks(self.group_state.ranks)}"
-        self.rank.write(f"called/{self.group_state.name}/{self.label}", how)
+        """Write the number of channels and the ranks of a call, so that reports show them if the ranks differ."""
+        text = f"with {num_channels} channels over {format_ranks(self.group_state.ranks)}"
+        self.rank.write(f"called/{self.group_state.name}/{self.label}", text)
 
     def next_instance_number(self) -> int:
-        """A number that no layer of this root class and name has had on this rank."""
+        """Return a number that no layer of this root and name has had on this rank."""
         return self.group_state.last_instance_number[self.layer] + 1
 
     def set_instance_number(self, number: int) -> None:
-        """Sign from now on as the layer of this number, a new one."""
+        """Use this new instance number for all later signatures."""
         self.instance_number = self.group_state.last_instance_number[self.layer] = number
         self.signatures.identity = f"{self.layer} {number}"
         self.signatures.clear()
 
 
 def call_site(caller: Caller, group: dist.ProcessGroup) -> Site:
-    """The call site of a layer or function, which may not have called on this group before.
+    """Return the call site of a layer or function on this group, and create it in the first call.
 
-    **Raises** ValueError where the first call of a layer shows that it is in a stage of a pipeline over these ranks,
-    RuntimeError in a forked process.
+    **Raises** ValueError in the first call of a layer in a stage of a pipeline over these ranks; RuntimeError in a
+    forked process.
     """
     rank, state = this_rank(), _group_state(group)
     site = state.sites.get(caller)
@@ -190,7 +190,7 @@ def call_site(caller: Caller, group: dist.ProcessGroup) -> Site:
 
 
 def _after_fork() -> None:
-    """The parent's groups do not work in this process: layers must look theirs up again, and `this_rank` refuses."""
+    """Clear the references to the parent's groups, which do not work in this process, so that `call_site` raises."""
     for state in _group_states.values():
         state.group = lambda: None
 
@@ -200,11 +200,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def _require_one_stage(ranks: list[int]) -> None:
-    """**Raises** ValueError where a layer that synchronises over these ranks is called in a stage of a pipeline of
-    torch.distributed.pipelining, and several of them are ranks of that pipeline.
-
-    They would wait for each other: one in batch norm, the next for the output of the stage before it.
-    """
+    """**Raises** ValueError if a layer over these ranks is called in a stage of torch.distributed.pipelining and
+    several of them belong to that pipeline: one would wait in batch norm, the next for the stage before it."""
     frame = find_frame("torch.distributed.pipelining.stage")
     stage: Any = None if frame is None else frame.f_locals.get("self")
     if not is_pipeline_stage(stage):
@@ -212,28 +209,26 @@ def _require_one_stage(ranks: list[int]) -> None:
     pipeline = dist.get_process_group_ranks(stage.group or dist.group.WORLD)
     if len({*ranks} & {*pipeline}) > 1:
         where = f"stage {stage.stage_index} of a pipeline over {format_ranks(pipeline)}, which hold other stages"
-        remedy = "with the group of the ranks that hold the same stage, or with process_group=1 where that is one rank"
+        remedy = "with the group of the ranks that hold this stage, or with process_group=1 if only one rank holds it"
         what = f"the layer is in {where}, and synchronises over {format_ranks(ranks)}"
         raise ValueError(f"{what}; convert the stage {remedy}")
 
 
 def _warn_of_broadcast(layer: torch.nn.Module, ranks: list[int]) -> None:
-    """Warn where DistributedDataParallel gives the running statistics of its first rank to ranks of other groups."""
+    """Warn if DistributedDataParallel broadcasts the running statistics of its first rank to ranks of other groups."""
     ddp = broadcasting_ddp(getattr(layer, "running_mean", None))
     if ddp is not None and not {*ranks}.issuperset(dist.get_process_group_ranks(ddp.process_group)):
         what = f"layers share their statistics over {format_ranks(ranks)} alone, but DistributedDataParallel"
-        copies = "copies the running statistics of its first rank to all of its ranks before forwards"
-        remedy = "Pass it forward_sync_buffers=False (broadcast_buffers=False before torch 2.13)."
+        copies = "broadcasts the running statistics of its first rank to all of its ranks before each forward"
+        remedy = "Pass forward_sync_buffers=False to it (broadcast_buffers=False before torch 2.13)."
         warn_once(f"syncbn: {what} {copies}. {remedy}")
 
 
 def _warn_of_shared_memory(layer: torch.nn.Module) -> None:
-    """Warn where several ranks may update one running_mean. (On a GPU is_shared() is always True.)"""
+    """Warn if several ranks may update the same running_mean. (On a GPU is_shared() is always True.)"""
     buffers = [buffer for buffer in layer.buffers(recurse=False) if type(buffer) in PLAIN_CLASSES]
     if any(buffer.is_cpu and not is_wrapped(buffer) and buffer.is_shared() for buffer in buffers):
-        where = "in memory that processes share, as torch.multiprocessing.spawn puts those of a model passed to it"
-        what = "If ranks share them, each updates them in every step, and the weights too"
-        remedy = (
-            "Build the model in the function that spawn starts, or copy.deepcopy it there: a conversion copies nothing"
-        )
+        where = "in memory that processes share, as for a model that is passed to torch.multiprocessing.spawn"
+        what = "If ranks share them, every rank updates them, and the weights, in every step"
+        remedy = "Build the model in the function that spawn starts, or copy.deepcopy it there before the conversion"
         warn_once(f"syncbn: running statistics are {where}. {what}. {remedy}.")

@@ -1,17 +1,17 @@
 """Raises the faults that GPU kernels find in the total of an all_reduce.
 
 The host does not wait for a GPU, so the fault surfaces some calls later, with the reports of all ranks. Kernels store
-what they find in status words. Each group, device and stream has its own words, because a stream runs kernels in order;
+faults in status words. Each group, device and stream has its own words, because a stream runs kernels in order;
 so the host also knows, without a call to CUDA, which all_reduces have ended.
 
     sequence number   identifies an all_reduce of the group, from 1; in a CUDA graph a negative number that identifies
                       layer and pass
     words             three int64 in pinned memory, which kernels write and the host reads:
       ENDED             sequence number of the last all_reduce whose total a kernel has read
-      FAULT             sequence number of the first faulty all_reduce, and the fault_kind of the fault
+      FAULT             sequence number of the first faulty all_reduce, and the kind of the fault
       LOCAL_NOT_FINITE  sequence number of the first forward with non-finite local sums; the host clears it
     device word       a copy of FAULT in the GPU's memory: after a fault, kernels update no running statistics
-    begun             the last all_reduces that the host has begun, which map sequence numbers to layers
+    recent            the last all_reduces that the host has begun, which map sequence numbers to layers
 
 The program raises the fault at its next all_reduce. If the program has none within a second, for example because it
 waits for the GPU, the watchdog logs the fault. Either one writes this rank's report of the faulty all_reduce to the
@@ -40,7 +40,7 @@ from syncbn.ranks.sites import GroupState, Site
 from syncbn.ranks.watchdog import log
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, format_error
 
-MAX_PENDING = 1024  # all_reduces that a status can name, some ten steps of a ResNet-50
+MAX_PENDING = 1024  # all_reduces that a status can name, about ten steps of a ResNet-50
 
 
 def captured_sequence_number(site: Site, pass_name: str) -> int:
@@ -50,22 +50,22 @@ def captured_sequence_number(site: Site, pass_name: str) -> int:
 
 
 class GroupStatus:
-    """What kernels have seen in the totals of a group, on all devices and streams."""
+    """The status of a group: its status words on all devices and streams, and the fault that they have shown."""
 
     def __init__(self, state: GroupState) -> None:
         self.group = state
-        self.streams: dict[tuple[torch.device, int | None], StreamStatus] = {}  # None: while a stream captures
-        self.lock = threading.RLock()  # a fault: the program and the watchdog may, for several streams
-        self.call: report.CallReport | None = None  # of this rank in the all_reduce with the fault
-        self.fault: Exception | None = None  # that a GPU has met
-        self.is_reported = False  # the program has raised the fault, or the watchdog has logged it
+        self.streams: dict[tuple[torch.device, int | None], StreamStatus] = {}  # None: a stream that captures a graph
+        self.lock = threading.RLock()  # The program and the watchdog resolve the faults of several streams.
+        self.call: report.CallReport | None = None  # this rank's report of the faulty all_reduce
+        self.fault: Exception | None = None  # the error for the first fault
+        self.is_reported = False  # whether the program has raised the fault, or the watchdog has logged it
 
 
 _statuses: WeakKeyDictionary[dist.ProcessGroup, GroupStatus] = WeakKeyDictionary()
 
 
 def status_of(state: GroupState) -> GroupStatus:
-    """The status of a group, which must exist."""
+    """Return the status of a group, which must exist."""
     group = state.group()
     assert group is not None
     status = _statuses.get(group)
@@ -74,26 +74,24 @@ def status_of(state: GroupState) -> GroupStatus:
     return status
 
 
-_memory: list[Tensor] = []  # of all status words, never released: queued kernels and CUDA graphs may still write to it
+_memory: list[Tensor] = []  # all status words, never released: queued kernels and CUDA graphs may still write to them
 
 
 class StreamStatus:
-    """The status words of a group on a device and stream. A stream that captures a CUDA graph borrows the words of the
-    last stream, as nothing may be allocated then."""
+    """The status words of a group on a device and stream. A stream that captures a CUDA graph uses the words of the
+    last stream, as nothing may be allocated during a capture."""
 
     def __init__(self, site: Site, device: torch.device, stream: int) -> None:
-        host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")  # a test has no GPU
-        state = torch.zeros(1, dtype=torch.int64, device=device)
-        _memory.extend((host, state))
-        self.host_address, self.device_address = host.data_ptr(), state.data_ptr()
+        words = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")  # tests use the CPU
+        device_word = torch.zeros(1, dtype=torch.int64, device=device)
+        _memory.extend((words, device_word))
+        self.host_address, self.device_address = words.data_ptr(), device_word.data_ptr()
         self.words = (ctypes.c_int64 * 3).from_address(self.host_address)
-        self.recent: deque[Collective] = deque(
-            maxlen=MAX_PENDING
-        )  # their numbers, which ascend, are the sequence_numbers
+        self.recent: deque[Collective] = deque(maxlen=MAX_PENDING)  # in ascending order of their sequence numbers
         self._oldest: Collective | None = None
         self.rank, self.group_status = site.rank, status_of(site.group_state)
-        self._key = f"fault/{site.group_state.name}"  # of the ranks' calls
-        if not self.group_status.streams:  # torch gives names of groups again after destroy_process_group
+        self._key = f"fault/{site.group_state.name}"
+        if not self.group_status.streams:  # After destroy_process_group torch reuses the names of groups.
             self.rank.erase(self._key)
         self.group_status.streams[device, stream] = self.group_status.streams[device, None] = self
         self.rank.gpu_statuses.add(self)
@@ -106,81 +104,75 @@ class StreamStatus:
         return StatusWords(self.host_address, self.device_address, sequence_number)
 
     def unfinished(self) -> Collective | None:
-        """The oldest all_reduce that has begun and not ended."""
+        """Return the oldest all_reduce that has begun and not ended, or None."""
         ended, oldest = self.words[ENDED], self._oldest
         if not self.recent or self.recent[-1].sequence_number <= ended:
             self._oldest = None
         elif oldest is None or oldest.sequence_number <= ended:
-            begun = [*self.recent]
-            self._oldest = begun[bisect.bisect(begun, ended, key=operator.attrgetter("sequence_number"))]
-            if oldest is not None:  # until now the GPU may have been behind
+            recent = [*self.recent]
+            self._oldest = recent[bisect.bisect(recent, ended, key=operator.attrgetter("sequence_number"))]
+            if oldest is not None:  # The GPU may have reached this all_reduce only now.
                 self._oldest.start = time.monotonic()
         return self._oldest
 
     def has_ended(self) -> bool:
-        """Whether the group is gone, and no later step can raise what kernels have seen."""
+        """Return whether the group is gone, so that no later step can raise a fault."""
         return self.group_status.group.group() is None
 
     def poll(self, is_last: bool = False) -> None:
-        """The watchdog looks: warns of NaN, and logs a fault that the program does not raise before the next look."""
+        """Warn of NaN, and log a fault that the program does not raise before the next poll."""
         sequence_number = self.words[LOCAL_NOT_FINITE]
-        if (
-            sequence_number and self.recent and sequence_number <= self.recent[-1].sequence_number
-        ):  # the kernel may be ahead of the host's all_reduce
+        # A kernel may have set the word before the host has added the all_reduce to `recent`.
+        if sequence_number and self.recent and sequence_number <= self.recent[-1].sequence_number:
             self.words[LOCAL_NOT_FINITE] = 0
-            noted = self._collective(sequence_number)
-            if noted is not None:
-                noted.warn_not_finite()
+            collective = self._collective(sequence_number)
+            if collective is not None:
+                collective.warn_not_finite()
         if self.words[FAULT] and not self.group_status.is_reported:
-            was_explained = self.group_status.fault is not None
-            self._resolve_fault()  # while the other ranks answer
-            if was_explained or is_last:
+            was_resolved = self.group_status.fault is not None
+            self._resolve_fault()  # now, while the other ranks answer
+            if was_resolved or is_last:
                 log.error("syncbn: rank %d meets a fault on the GPU.\n%s", self.rank.rank, format_error(self.error()))
 
     def error(self) -> Exception:
-        """What every rank of the group raises because of a fault that kernels have noted."""
+        """Return the error that every rank of the group raises for the fault."""
         self.group_status.is_reported = True
-        return copy.deepcopy(
-            self._resolve_fault()
-        )  # the traceback of an error keeps the tensors of its step, and the group
+        # A copy, because the traceback of a raised error refers to the tensors of its step and to the group.
+        return copy.deepcopy(self._resolve_fault())
 
     def _resolve_fault(self) -> Exception:
-        group_status = self.group_status
-        with group_status.lock:
-            if group_status.fault is None:
-                words = [of_stream.words[FAULT] for of_stream in [*group_status.streams.values()]]
-                sequence_number, fault_kind = divmod(
-                    min(filter(None, words)), 4
-                )  # the first of all streams, on each rank the same
+        """Return the error for the first fault of all streams, which is the same fault on every rank."""
+        status = self.group_status
+        with status.lock:
+            if status.fault is None:
+                first = min(filter(None, (stream.words[FAULT] for stream in [*status.streams.values()])))
+                sequence_number, fault_kind = divmod(first, 4)
                 call = self.write_report(sequence_number)
-                group_status.fault = self._make_error(fault_kind, sequence_number, call).with_traceback(None)
-                after = f", noticed after {self.recent[-1].description()}" if self.recent else ""
-                group_status.fault.add_note(f"The results of {call.description} and all later ones are void{after}.")
-        return group_status.fault
+                status.fault = self._make_error(fault_kind, sequence_number, call).with_traceback(None)
+                after = f", detected after {self.recent[-1].description()}" if self.recent else ""
+                status.fault.add_note(f"The results of {call.description} and all later ones are void{after}.")
+        return status.fault
 
     def write_report(self, sequence_number: int, error: Exception | None = None) -> report.CallReport:
-        """Write, once, this rank's report of the all_reduce with this sequence number, with `error` if that is the
-        fault."""
-        group_status = self.group_status
-        with group_status.lock:
-            if group_status.call is None:
+        """Write this rank's report of the all_reduce with this sequence number, once. `error`: this rank has this bad
+        argument."""
+        status = self.group_status
+        with status.lock:
+            if status.call is None:
                 collective = self._collective(sequence_number)
                 unknown = report.CallReport(f"all_reduce {sequence_number}")
-                group_status.call = unknown if collective is None else collective.to_report(error)
-                self.rank.write(self._key, group_status.call)
-        return group_status.call
+                status.call = unknown if collective is None else collective.to_report(error)
+                self.rank.write(self._key, status.call)
+        return status.call
 
     def _collective(self, sequence_number: int) -> Collective | None:
         """Return the all_reduce with this sequence number; None if it is too old, or if its layer is gone."""
         if sequence_number > 0:
-            streams = [*self.group_status.streams.values()]
-            return next(
-                (begun for one in streams for begun in [*one.recent] if begun.sequence_number == sequence_number), None
-            )
+            recent = (collective for stream in [*self.group_status.streams.values()] for collective in [*stream.recent])
+            return next((collective for collective in recent if collective.sequence_number == sequence_number), None)
         sites, pass_name = [*self.group_status.group.sites.values()], "forward" if sequence_number % 2 else "backward"
-        return next(
-            (Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.index == -sequence_number // 2), None
-        )
+        site = next((site for site in sites if site.index == -sequence_number // 2), None)
+        return None if site is None else Collective(site, IN_CUDA_GRAPH, pass_name)
 
     def _make_error(self, fault_kind: int, sequence_number: int, call: report.CallReport) -> Exception:
         ranks = self.group_status.group.ranks
@@ -188,7 +180,6 @@ class StreamStatus:
         if fault_kind == ONE_VALUE:
             description = next(other.description for other in calls if other is not None)
             return ValueError(f"syncbn: {ONE_VALUE_PER_CHANNEL} in {description}. Use a larger batch or eval().")
-        error = report.explain(
-            self.rank, ranks, self._collective(sequence_number), calls, fault_kind == RANKS_DIFFER, can_renumber=False
-        )
-        return error or RuntimeError(report.BAD_ARGUMENT if fault_kind == BAD_ARGUMENT else report.DIFFERENT_LAYERS)
+        wait, ranks_differ = self._collective(sequence_number), fault_kind == RANKS_DIFFER
+        error = report.explain(self.rank, ranks, wait, calls, ranks_differ, can_renumber=False)
+        return error or RuntimeError(report.TITLE_ARGUMENT if fault_kind == BAD_ARGUMENT else report.TITLE_LAYERS)

@@ -57,7 +57,7 @@ def test_buffers_that_ranks_may_share_are_warned_of(ranks: Ranks) -> None:
     syncbn.convert_syncbn_model(copy.deepcopy(model))(x)
     syncbn.convert_syncbn_model(model)
     with pytest.warns(
-        UserWarning, match=r"memory that processes share, as torch\.multiprocessing\.spawn .* copy\.deepcopy it there"
+        UserWarning, match=r"memory that processes share, .* torch\.multiprocessing\.spawn.* copy\.deepcopy it there"
     ):
         model(x)
 

@@ -272,7 +272,7 @@ def test_an_equal_fault_is_explained_anew(ranks: Ranks, monkeypatch: pytest.Monk
 def test_nan_is_explained_once(ranks: Ranks) -> None:
     """Each layer warns once, in one line. NaN of rank 0 in the first layer reaches the second on all ranks."""
     warn_once.cache_clear()
-    model, x = Model(dist.group.WORLD), torch.full((4, 3), torch.nan if ranks.rank == 0 else 1.0)
+    model, x = Model(), torch.full((4, 3), torch.nan if ranks.rank == 0 else 1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
