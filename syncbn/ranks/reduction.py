@@ -255,7 +255,9 @@ def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> R
     if is_compiling():
         return graph_reduction(spec)
     if is_jit_tracing():
-        what = "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm of all ranks"
+        what = (
+            "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm of all ranks"
+        )
         raise RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()")
     return eager_reduction(spec, caller, getattr(input, "dtype", None))
 
