@@ -101,7 +101,7 @@ FAULTS = {
     ),
     "threads": Fault("ranks? 0.*: in body.bn[12] forward"),
     "members": Fault(
-        rf"ranks? 0(-1)?: {IN_2}{WRITTEN}\n(rank 1: in body.bn2 .*\n)?rank 2: after body.bn1 ", num_ranks=3
+        rf"ranks? 0(-1)?: {IN_2}{WRITTEN}\n(rank 1: in body.bn2 .*\n)?rank 2: last seen after body.bn1 ", num_ranks=3
     ),
     "sizes of groups": Fault(
         "the ranks ask for different process groups: rank 0 for 4, rank 1 for 4, rank 2 for 4, rank 3 for 2",

@@ -269,9 +269,6 @@ def test_an_equal_fault_is_explained_anew(ranks: Ranks, monkeypatch: pytest.Monk
             layer(x if ranks.rank else x[:, :call])
 
 
-# Long waits. Rank 1 is late until rank 0 has reported what is expected.
-
-
 def test_nan_is_explained_once(ranks: Ranks) -> None:
     """Each layer warns once, in one line. NaN of rank 0 in the first layer reaches the second on all ranks."""
     warn_once.cache_clear()
@@ -284,6 +281,9 @@ def test_nan_is_explained_once(ranks: Ranks) -> None:
     texts = [str(one.message) for one in caught]
     assert "Check the batch of the rank that warned first" in texts.pop(1)
     assert texts == [line.format(layer) for layer in ("bn1", "bn2")[ranks.rank > 0 :]]
+
+
+# Long waits. Rank 1 is late until rank 0 has reported what is expected.
 
 
 @pytest.mark.two_ranks

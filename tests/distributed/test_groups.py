@@ -184,6 +184,7 @@ def test_specification_before_init_process_group(ranks: Ranks) -> None:
     voting.world.leave()
     alone.append(layer_of(1, ranks))
     everyone += [layer_of(ranks.size, ranks), layer_of(ranks.size, ranks)]
+    assert syncbn.summary(everyone[-1])[0].group_size == 1
     voting.world.enter()
     assert groups.lookup(1) is None
     assert syncbn.summary(everyone[-1])[0].group_size == ranks.size

@@ -2,7 +2,9 @@
 
 import copy
 import importlib
+import inspect
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ from training import CountCollectives
 from voting import Ranks
 
 import syncbn
-from syncbn import testing
+from syncbn.testing import unequal
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAMES = {"torch": torch, "Tensor": Tensor, "nn": nn, "F": F, "dist": dist, "itertools": itertools, "syncbn": syncbn}
@@ -173,10 +175,8 @@ def test_merged_running_statistics(ranks: Ranks, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(untrained.running_var, torch.ones_like(untrained.running_var))
 
 
-@pytest.mark.parametrize("source", ["the guide", "syncbn.testing"])
-def test_tensors_that_are_not_equal(ranks: Ranks, source: str) -> None:
+def test_tensors_that_are_not_equal(ranks: Ranks) -> None:
     """By one byte on the last rank. NaN equals the same NaN, and the order in memory is none of the values."""
-    unequal = defined("running_statistics.md", "unequal")["unequal"] if source == "the guide" else testing.unequal
     x = torch.arange(24.0).view(1, 2, 3, 4).to(ranks.device)
     last = ranks.rank == ranks.size - 1
     tensors = {
@@ -192,6 +192,29 @@ def test_tensors_that_are_not_equal(ranks: Ranks, source: str) -> None:
         "complex": torch.complex(x, x * last), "zero": -0.0 * x if last else 0.0 * x,
     }  # fmt: skip
     assert unequal(tensors | changes) == [*changes]
+
+
+def test_each_host_normalises_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines for the GPUs of a host, here of hosts with one rank: each keeps the running statistics of its own data,
+    until the recipe merges them."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double().to(ranks.device)
+    program = block_with("groups.md", "ddp = ")
+    if "forward_sync_buffers" not in inspect.signature(DistributedDataParallel).parameters:  # before torch 2.13
+        program = program.replace("forward_sync_buffers", "broadcast_buffers")
+    names = NAMES | {"os": os, "DistributedDataParallel": DistributedDataParallel, "model": model}
+    exec(program, names)
+    alone = syncbn.revert_syncbn_model(copy.deepcopy(model))
+    torch.manual_seed(ranks.rank)
+    for _ in range(2):
+        x = torch.randn(5, 3).double().to(ranks.device)
+        names["ddp"](x).pow(3).sum().backward()
+        alone(x)
+    torch.testing.assert_close(model.state_dict(), alone.state_dict(), **EXACT)
+    assert unequal(model.state_dict()) == ["1.running_mean", "1.running_var"]
+    importlib.import_module("running_statistics").merge_running_stats(model)
+    assert unequal(model.state_dict()) == []
 
 
 def test_padded_sequences(ranks: Ranks) -> None:
