@@ -124,7 +124,9 @@ def test_info_says_where_kernels_are_missing(tmp_path: Path, monkeypatch: pytest
     clone, installed = tmp_path / "clone" / "syncbn", tmp_path / "site-packages" / "syncbn"
     monkeypatch.setattr(cpu, "FILE", clone / "kernels" / "_cpu.so")
     monkeypatch.setattr(sys, "path", [str(clone.parent), str(installed.parent)])
-    assert cpu.load.__wrapped__().startswith(f"not built in {clone}: syncbn was not installed from there, or no C++ ")
+    assert cpu.load.__wrapped__().startswith(
+        f"not built in {clone}: syncbn was not installed from there, or there is no C++ "
+    )
     (installed / "kernels").mkdir(parents=True)
     (installed / "kernels" / "_cpu.so").touch()
     hides = f"not built in {clone}, which hides the installed {installed}; start Python in another folder"
