@@ -16,7 +16,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 import syncbn
-from syncbn.kernels import cpu
+from syncbn.kernels import cpu, operators
 from syncbn.ranks import reduction
 
 pytestmark = [
@@ -48,11 +48,22 @@ def without_caches(**options: object) -> Iterator[None]:
 
 @needs_torch_213
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("is_forced", [False, True])
-def test_generated_code_copies_no_input_of_an_operator(memory_format: torch.memory_format, is_forced: bool) -> None:
-    """Also if Inductor makes convolutions channels last and leaves gaps between channels, as it does on GPUs. Operators
-    with torch.Tag.flexible_layout copied each dy that had gaps, and that of the pooling: twice, as two operators read
-    it."""
+@pytest.mark.parametrize(("is_forced", "is_padded"), [(False, False), (False, True), (True, True)])
+def test_no_input_of_an_operator_is_copied(
+    memory_format: torch.memory_format, is_forced: bool, is_padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by generated code nor by the operator, also if Inductor makes convolutions channels last (`is_forced`)
+    and leaves gaps between channels (`is_padded`), as it does on GPUs. Operators with torch.Tag.flexible_layout copied
+    each dy that had gaps, and that of the pooling: twice, as two operators read it."""
+    copied, prepare = [], operators._prepare
+
+    def note_copies(x: Tensor, *options: Any, **tensors: Tensor | None) -> Any:
+        layout, results = prepare(x, *options, **tensors)
+        given = {"x": x, **tensors}
+        copied.extend(name for name, result in zip(given, results, strict=True) if result is not given[name])
+        return layout, results
+
+    monkeypatch.setattr(operators, "_prepare", note_copies)
     torch.manual_seed(0)
     first = nn.Conv2d(3, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.ReLU()
     second = nn.Conv2d(8, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.Hardswish(), nn.Conv2d(8, 4, 3, bias=False)
@@ -60,7 +71,7 @@ def test_generated_code_copies_no_input_of_an_operator(memory_format: torch.memo
     model, x = (one.to(memory_format=memory_format) for one in (model, torch.randn(2, 3, 12, 12)))
     eager = copy.deepcopy(model)
     layout = {"layout_optimization": is_forced, "force_layout_optimization": is_forced}
-    gaps = {"comprehensive_padding": is_forced, "disable_padding_cpu": False, "padding_stride_threshold": 16}
+    gaps = {"comprehensive_padding": is_padded, "disable_padding_cpu": False, "padding_stride_threshold": 16}
     with without_caches(**layout, **gaps):
         output, [forward] = run_and_get_code(torch.compile(model, fullgraph=True), x)
         _, [backward] = run_and_get_code(lambda: output.sin().sum().backward())
@@ -72,6 +83,7 @@ def test_generated_code_copies_no_input_of_an_operator(memory_format: torch.memo
     # A loop's name lists the operations for which it was generated: a copy's those alone that want it.
     wants = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)_v3"
     assert not re.findall(rf"cpp_fused(?:_(?:{wants}))+_\d+\b", forward + backward)
+    assert not copied
 
 
 @needs_torch_213
