@@ -44,7 +44,7 @@ def test_a_broadcast_to_other_groups_is_warned_of(ranks: Ranks, broadcasts: bool
     ddp = DistributedDataParallel(
         syncbn.SyncBatchNorm(3, process_group=2, device=ranks.device), **{BROADCAST_BUFFERS: broadcasts}
     )
-    words = r"over ranks (0-1|2-3) alone, but DistributedDataParallel copies .* forward_sync_buffers=False"
+    words = r"over ranks (0-1|2-3) alone, but DistributedDataParallel broadcasts .* forward_sync_buffers=False"
     with pytest.warns(UserWarning, match=words) if broadcasts else contextlib.nullcontext():
         ddp(torch.randn(4, 3, device=ranks.device))
 
