@@ -308,8 +308,8 @@ def check_device(name: str, tensor: Tensor, x: Tensor) -> None:
 
 
 def validated_eps(eps: float) -> float:
-    """Return `eps` as a float. **Raises** TypeError unless it is a number, ValueError unless it is positive and not too
-    large."""
+    """Return `eps` as a float. **Raises** TypeError if `eps` is not a number, and ValueError if it is not positive or
+    too large."""
     eps = to_float("eps", eps)
     check_eps(eps, training=True)
     return eps
@@ -323,8 +323,8 @@ def check_eps(eps: float, training: bool) -> None:
 
 
 def to_float(name: str, number: object) -> float:
-    """Return `number` as a float. **Raises** TypeError unless it is a float or an int, ValueError if it is too
-    large."""
+    """Return `number` as a float. **Raises** TypeError if `number` is neither a float nor an int, and ValueError if it
+    is too large."""
     if not isinstance(number, (float, int)):
         raise TypeError(f"{name} must be a float, got {number!r} of type {type(number).__name__}; pass float({name})")
     try:

@@ -41,10 +41,10 @@ Result = TypeVar("Result")
 Change: TypeAlias = tuple[nn.Module, type[nn.Module], Mapping[str, object]]
 
 NEVER_CONVERTED = "these layers stay, because they were built as syncbn layers: build them as nn.BatchNorm1d, 2d or 3d"
-FORWARD_REPLACED = "these layers stay, because layer.forward was replaced: delete that attribute and revert again"
+FORWARD_REPLACED = "these layers stay, because layer.forward was replaced: delete layer.forward and revert again"
 # Warnings about options that nn.BatchNorm does not have.
 LOST_OPTIONS = {
-    "fuse_relu": "these layers have lost their relu: put an nn.ReLU after each",
+    "fuse_relu": "these layers have lost their relu: put an nn.ReLU after each layer",
     "channel_last": "these layers take the channels in dim 1 again: permute their inputs and outputs",
 }
 
@@ -118,10 +118,11 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
 
     Args:
         model: any module, also a single layer.
-        target: nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d: the class for each nn.SyncBatchNorm, converted by
-            `convert_syncbn_model` or not. An nn.SyncBatchNorm does not record its original class, and the three classes
-            accept different numbers of dims; if a model needs several, revert its parts one by one. With None these
-            layers are nn.SyncBatchNorm again. Subclasses of nn.SyncBatchNorm stay.
+        target: nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d, the class for each nn.SyncBatchNorm, whether or not
+            `convert_syncbn_model` has converted the layer. An nn.SyncBatchNorm does not record its original class, and
+            the three classes accept different numbers of dims. If a model needs several classes, revert its parts one
+            by one. With None, a converted nn.SyncBatchNorm becomes an nn.SyncBatchNorm again. Subclasses of
+            nn.SyncBatchNorm stay.
 
     Raises:
         TypeError: `model` is not a module.
@@ -214,8 +215,8 @@ SYNC_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
 
 # Warnings about the forward of a converted subclass that does not synchronise.
 NO_BATCH_NORM_CALL = (
-    "calls neither super().forward nor F.batch_norm. If it uses the statistics of the batch, let it call one of them, "
-    "or syncbn.functional.sync_batch_norm."
+    "calls neither super().forward nor F.batch_norm. If it uses the statistics of the batch, let it call one of the "
+    "two, or syncbn.functional.sync_batch_norm."
 )
 NO_LAYER_TENSOR = (
     "calls F.batch_norm with none of the layer's weight, bias, running_mean and running_var. If that call uses the "
@@ -281,7 +282,7 @@ class _SyncSubclassWithForward(_SyncSubclass):
             layer_in_forward.reset(token)
         if self._synchronised_ranks != UNKNOWN_NUM_RANKS or replaced.saw_operators:
             return output
-        # A layer without synchronised submodules has not synchronised.
+        # Without a synchronised submodule, nothing in this layer can have synchronised.
         if sum(isinstance(module, SyncBatchNorm) for module in self.modules()) == 1:
             vars(self)["_synchronised_ranks"] = 1
             _warn_on_several_ranks(self._syncbn_original.__qualname__, NO_BATCH_NORM_CALL, self._process_group)

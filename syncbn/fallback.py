@@ -225,7 +225,7 @@ def gradients(
     if is_plain_subclass(dy):
         dy = unwrap_tensor(dy)
 
-    def dense(tensor: Tensor) -> Tensor:  # `layout.dense` reads strides, and Dynamo would make dy contiguous for it.
+    def dense(tensor: Tensor) -> Tensor:  # If a graph reads the strides of dy, Dynamo makes dy contiguous.
         return tensor if is_compiling() else config.layout.dense(tensor)
 
     y = None if y is None else dense(y.to(dy.dtype))
@@ -385,8 +385,8 @@ def raise_on_all_ranks(
     """Join the all_reduce of the other ranks with n = NaN, so that every rank raises, and raise `error`.
 
     On GPUs the other ranks raise at a later call. Only this rank raises in a compiled graph, in a trace of torch.fx, on
-    a GPU without Triton, or if no argument determines the number of channels. In these cases the reports of other ranks
-    contain `error` if those ranks wait in eager mode.
+    a GPU without Triton, or if no argument determines the number of channels. In eager mode the reports of the
+    other ranks contain `error` in these cases.
     """
     refuse_proxies(tensors)
     num_channels, device = _likely_channels(tensors, options), _device_of(tensors)

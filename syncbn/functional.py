@@ -61,8 +61,8 @@ def sync_batch_norm(
             grad, or for second derivatives, all ranks must pass the same `requires_grad` of the input, or backward
             hangs. In all other cases `requires_grad` may differ. For a NestedTensor or DTensor the error shows what to
             pass instead.
-        running_mean, running_var: (C,), of any float dtype, both or neither. If no rank has a value, they do not
-            change.
+        running_mean, running_var: (C,), of any float dtype, both or neither. If no rank has a value, the running
+            statistics do not change.
         weight, bias: (C,), of any float dtype, each optional.
         training: synchronise, and normalise with the statistics of this batch.
         momentum: weight of this batch in the running statistics, a number or a 0-d tensor.
@@ -145,7 +145,7 @@ def batch_norm_backward(
 
     Raises:
         RuntimeError: as in `sync_batch_norm`.
-        ValueError, TypeError: an argument is invalid. In eager mode every rank raises if mean has shape (C,).
+        ValueError, TypeError: an argument is invalid. In eager mode every rank raises if `mean` has shape (C,).
     """
     reduction: Reduction = ONE_RANK
     if training:

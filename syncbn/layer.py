@@ -35,7 +35,8 @@ class SyncBatchNorm(_BatchNorm):
     In training, mean and var are taken per channel over every dim except the channel dim, and over all ranks: W ranks
     compute what one rank would compute for the concatenated batch (Ioffe & Szegedy 2015,
     https://arxiv.org/abs/1502.03167; arguments as in apex). In evaluation, the layer does not communicate. It computes
-    F.batch_norm with the running statistics or, with `track_running_stats=False`, with those of this rank's batch.
+    F.batch_norm with the running statistics or, if `track_running_stats=False`, with the statistics of this rank's
+    batch.
 
     Parameters, buffers and state_dict are those of nn.BatchNorm: weight, bias, running_mean and running_var of shape
     (num_features,), and num_batches_tracked of shape (). The running statistics are bit-identical on all ranks.
@@ -124,7 +125,9 @@ class SyncBatchNorm(_BatchNorm):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor, z: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Normalise `input`, in training over all ranks of the group. They must call their layers in the same order.
+        """Normalise `input`, in training over all ranks of the group.
+
+        All ranks of the group must call their layers in the same order.
 
         Args:
             input: (N, C, ...), or (N, ..., C) with `channel_last`, of float16, bfloat16, float32 or float64. It has at

@@ -1,6 +1,6 @@
 """Trains on the fast path, forward and backward.
 
-Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shape, with C channels in one of its dims.
+Symbols: C channels; n values per channel over all ranks r; x, y and dy of any shape with a dim of size C.
 
     forward   mean = sum_r sum x / n                    var = max(0, sum_r sum x^2 / n - mean^2)
               y = (x - mean) / sqrt(var + eps) * weight + bias (+ residual) (then relu)
@@ -92,8 +92,8 @@ class _Step(torch.autograd.Function):
     The tensors in `computed` are wrapped in a tuple, because autograd treats each tensor argument as an input.
 
     x, weight, the statistics, and y if relu is fused after a residual are saved for backward. The forward issues no
-    collective. The backward issues one all_reduce, or two with create_graph=True; with one rank it issues none. It does
-    so whatever needs_input_grad is, because another rank may need the sums.
+    collective. The backward issues one all_reduce, or two with create_graph=True; with one rank it issues none. The
+    all_reduce is issued whatever needs_input_grad is, because another rank may need the sums.
     """
 
     @staticmethod

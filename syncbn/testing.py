@@ -62,8 +62,8 @@ def assert_matches_full_batch(
 
     Args:
         model_fn: function that returns the model ready for training, converted and with frozen layers frozen. Each rank
-            calls it after torch.manual_seed(0), so it must be importable from sys.path, and not a lambda. Parameters
-            and buffers are those of rank 0.
+            calls it after torch.manual_seed(0), so it must be importable from sys.path, and not a lambda. All ranks
+            start with the parameters and buffers of rank 0.
         batch: tensors (N, ...), N at least `world_size`: the model's input, then the other arguments of `loss_fn`. Each
             rank takes a slice of dim 0; the sizes of the slices differ by at most 1. A model with several inputs needs
             a wrapper that takes them as one tensor; the wrapper may also compute the loss.
@@ -184,7 +184,7 @@ def _compare(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessGr
     if world is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=world)
     rows = [Difference(*pair[:2], *both) for pair, both in zip(pairs, largest.tolist(), strict=True)]
-    # A gradient that is 0 up to rounding, such as that of a bias before batch norm, has no useful scale of its own.
+    # A gradient that is 0 up to rounding, such as the gradient of a bias before batch norm, has no useful scale.
     scales = {what: max(row.scale for row in rows if row.what == what) for what, *_ in rows}
     return [row._replace(scale=scales[row.what]) for row in rows]
 
