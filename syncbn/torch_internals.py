@@ -285,11 +285,11 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return dist.distributed_c10d.default_pg_timeout
 
 
-def group_device(group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> torch.device:
+def group_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device for tensors that the group sends and the host reads: the CPU, or this rank's GPU if the group
     has no backend for CPUs."""
     # dist.get_backend is not used, because its result may be "undefined" or "cuda:nccl".
-    if not isinstance(group, dist.ProcessGroup) or "cpu" in dist.get_backend_config(group):
+    if "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     device_type = dist.get_backend_config(group).partition(":")[0]
     return group.bound_device_id or torch.device(device_type, torch.get_device_module(device_type).current_device())

@@ -76,7 +76,7 @@ class Collective:
 
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
         try:
-            if error is not None and isinstance(error, RuntimeError):
+            if isinstance(error, RuntimeError):
                 self._raise_with_positions(error)
         finally:  # The report needs this collective among those in which the rank waits.
             del self.rank.waiting[self]

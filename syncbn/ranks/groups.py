@@ -54,7 +54,9 @@ class GlobalRanks:
 def _refresh_handle(spec: GlobalRanks) -> None:
     candidates = existing_groups()
     if spec.handle not in candidates:
-        spec.handle = next((group for group in candidates if tuple(ranks_in(group)) == spec.ranks), None)
+        spec.handle = next(
+            (group for group in candidates if tuple(dist.get_process_group_ranks(group)) == spec.ranks), None
+        )
 
 
 THIS_RANK_ALONE = 1  # the spec of groups of one rank, for which no group is created
@@ -84,7 +86,7 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
             what = f"process_group is a {type(process_group).__name__} that was destroyed, or that was not created by"
             remedy = "pass an existing group, or None for the default group"
             raise ValueError(f"{what} torch.distributed.new_group(); {remedy}")
-        return GlobalRanks(tuple(ranks_in(process_group)), process_group)
+        return GlobalRanks(tuple(dist.get_process_group_ranks(process_group)), process_group)
     remedy = 'for a DeviceMesh, pass mesh.get_group(); for one group per node, int(os.environ["LOCAL_WORLD_SIZE"])'
     what = f"got {process_group!r} of type {type(process_group).__name__}"
     raise TypeError(f"process_group must be None, a ProcessGroup or an int (ranks per group), {what}; {remedy}")
@@ -129,11 +131,6 @@ def lookup(spec: GroupSpec) -> dist.ProcessGroup | None:
         raise ValueError(f"this rank is not in {group_of_layer} and cannot train it; {remedy}")
     remedy = "create the group and set layer.process_group to it, or to None for the default group"
     raise RuntimeError(f"{group_of_layer} was destroyed, or no such group exists here; {remedy}")
-
-
-def ranks_in(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the global ranks of a group; this rank alone for None."""
-    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def size(spec: GroupSpec) -> int:

@@ -347,13 +347,13 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
 
     The first call with a size is a collective over all ranks of the default group.
 
-    **Raises** ValueError if `group_size` is negative or the number of ranks is not a multiple of it; RuntimeError
-    before init_process_group.
+    **Raises** ValueError if `group_size` is not an int or is negative, or if the number of ranks is not a multiple of
+    it; RuntimeError before init_process_group.
     """
     if group_size == 0:
         return None
-    if group_size < 0:
-        raise ValueError(f"group_size must not be negative, got {group_size}")
+    if not isinstance(group_size, int) or group_size < 0:
+        raise ValueError(f"group_size must be an int that is not negative, got {group_size!r}")
     if dist.group.WORLD is None:
         raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
     _make_groups(group_size)

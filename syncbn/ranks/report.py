@@ -293,15 +293,17 @@ def _remedy(positions: list[Position], wait: Wait | None) -> str:
     departures = [position.departure for position in positions if not is_consequence(position.departure)]
     passes = {position.pass_name for position in positions}
     places = {(position.group, position.sequence_number, position.description) for position in positions}
+    # The passes of a rank that is late differ from those of the other ranks too, but it is in an earlier collective.
+    in_one_collective = len({(position.group, position.sequence_number) for position in positions}) == 1
     rows = (
         (any(len(departure) > len(HAS_LEFT) for departure in departures), ""),
         (any(position.error for position in positions), ""),
         (any(position.layer_call for position in positions), REMEDY_CALLS),
         (any(position.process_state.endswith(HAS_ENDED) for position in positions), REMEDY_ENDED),
-        ({"backward", WITH_GRAPH} <= passes, REMEDY_GRAPHS),
+        (in_one_collective and {"backward", WITH_GRAPH} <= passes, REMEDY_GRAPHS),
         (HAS_LEFT in departures, REMEDY_PASSES),
         (any(position.process_state for position in positions), ""),
-        ({"forward", "backward"} <= passes, REMEDY_PASSES),
+        (in_one_collective and {"forward", "backward"} <= passes, REMEDY_PASSES),
         (wait is None, REMEDY_OUTSIDE),
         (len(places) == 1, REMEDY_ONE_CALL),
         (True, REMEDY_LATE + REMEDY_LAYERS),
