@@ -117,14 +117,15 @@ class ThisRank:
         """Record an error that a layer raises on this rank, as other ranks may wait in the collective that follows."""
         self.error = f"has raised {format_error(error)}".partition("\n")[0][:300], self.last
 
-    def is_reading(self, seconds: float = 0.0) -> bool:
-        """Return whether a report still waits for the store after up to `seconds`: another call would wait too."""
+    def wait_for_report(self, seconds: float = 0.0) -> bool:
+        """Wait up to `seconds` for the thread of the last report. Return False if it still waits for the store: another
+        call to the store would wait, too."""
         thread = self.report_thread
         if thread is None or not thread.is_alive():
-            return False
+            return True
         if thread is not threading.current_thread():
             thread.join(seconds)
-        return thread.is_alive()
+        return not thread.is_alive()
 
     def write_position(self) -> None:
         """Write the position if it has changed."""
@@ -136,7 +137,7 @@ class ThisRank:
     def write(self, key: str, value: object) -> bool:
         """Write a value as JSON, and return whether the store accepted it."""
         if self.store_answers:
-            with self.using_store():
+            with self.suppressing_store_errors():
                 self.store.set(self._key(self.rank, key), json.dumps(value))
                 return True
         return False
@@ -180,7 +181,7 @@ class ThisRank:
         """Call `ask` until it returns True or `seconds` have elapsed, at least once. Return whether it did."""
         deadline, pause = time.monotonic() + seconds, 0.001
         while self.store_answers:
-            with self.using_store():
+            with self.suppressing_store_errors():
                 if ask():
                     return True
             if time.monotonic() >= deadline:
@@ -193,7 +194,7 @@ class ThisRank:
         return f"{self.prefix}/{rank}/{key}"
 
     @contextlib.contextmanager
-    def using_store(self) -> Iterator[None]:
+    def suppressing_store_errors(self) -> Iterator[None]:
         """Suppress the errors of a store that is called in this context. After a broken connection the store is not
         called again, because torch prints a C++ backtrace for each failed call; after a timeout it is."""
         try:

@@ -212,9 +212,9 @@ def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False
     collective has failed, so read the positions again for up to `SETTLE_SECONDS`, until a rank has left or ended.
     """
     ranks, reports = [*range(rank.num_ranks)] if wait is None else wait.ranks(), list[str]()
-    if not rank.is_reading(READ_SECONDS) and rank.store_answers:  # Slow stores first answer an earlier report.
+    if rank.wait_for_report(READ_SECONDS) and rank.store_answers:  # A slow store may delay the previous report.
         rank.report_thread = _start(lambda: _read_report(rank, wait, ranks, has_failed, reports))
-        if not rank.is_reading(READ_SECONDS) and reports:
+        if rank.wait_for_report(READ_SECONDS) and reports:
             return reports[0]
     unknown = "not known, as the process group's store does not answer"
     line = _describe(rank.position(wait), rank, wait)
@@ -223,7 +223,7 @@ def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False
 
 def _read_report(rank: ThisRank, wait: Wait | None, ranks: list[int], has_failed: bool, reports: list[str]) -> None:
     """Append the report to `reports`, unless the store fails or another version of syncbn has written positions."""
-    with contextlib.suppress(TypeError), rank.using_store():
+    with contextlib.suppress(TypeError), rank.suppressing_store_errors():
         rank.write_position()
         deadline = time.monotonic() + SETTLE_SECONDS
         positions = _read_positions(rank, wait, ranks)

@@ -53,7 +53,7 @@ class GroupStatus:
     """The status of a group: its status words on all devices and streams, and the fault that they have shown."""
 
     def __init__(self, state: GroupState) -> None:
-        self.group = state
+        self.group_state = state
         self.streams: dict[tuple[torch.device, int | None], StreamStatus] = {}  # None: a stream that captures a graph
         self.lock = threading.RLock()  # The program and the watchdog resolve the faults of several streams.
         self.call: report.CallReport | None = None  # this rank's report of the faulty all_reduce
@@ -117,7 +117,7 @@ class StreamStatus:
 
     def has_ended(self) -> bool:
         """Return whether the group is gone, so that no later step can raise a fault."""
-        return self.group_status.group.group() is None
+        return self.group_status.group_state.group() is None
 
     def poll(self, is_last: bool = False) -> None:
         """Warn of NaN, and log a fault that the program does not raise before the next poll."""
@@ -170,12 +170,13 @@ class StreamStatus:
         if sequence_number > 0:
             recent = (collective for stream in [*self.group_status.streams.values()] for collective in [*stream.recent])
             return next((collective for collective in recent if collective.sequence_number == sequence_number), None)
-        sites, pass_name = [*self.group_status.group.sites.values()], "forward" if sequence_number % 2 else "backward"
+        sites = [*self.group_status.group_state.sites.values()]
+        pass_name = "forward" if sequence_number % 2 else "backward"
         site = next((site for site in sites if site.index == -sequence_number // 2), None)
         return None if site is None else Collective(site, IN_CUDA_GRAPH, pass_name)
 
     def _make_error(self, fault_kind: int, sequence_number: int, call: report.CallReport) -> Exception:
-        ranks = self.group_status.group.ranks
+        ranks = self.group_status.group_state.ranks
         calls = report.gather_calls(self.rank, ranks, self._key, call)
         if fault_kind == ONE_VALUE:
             description = next(other.description for other in calls if other is not None)

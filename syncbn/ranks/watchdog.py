@@ -95,7 +95,7 @@ def _poll(rank: ThisRank, previous: Position | None) -> Position:
         status.poll(is_last)
     position = rank.position()
     # A store that grows with each write gets a position only if the previous poll returned the same one.
-    if not (rank.is_reading() or rank.ended.is_set() or (rank.store_appends and position != previous)):
+    if rank.wait_for_report() and not (rank.ended.is_set() or (rank.store_appends and position != previous)):
         rank.write_position()
     on_gpu = [wait for status in [*rank.gpu_statuses] if (wait := status.unfinished()) is not None]
     for wait in [*rank.waiting] or sorted(on_gpu, key=lambda wait: wait.start)[:1]:
@@ -120,7 +120,7 @@ def _on_group_end(rank: ThisRank, watchdog: threading.Thread) -> None:
         return
     rank.failed = positions.failed_collective() is not None
     rank.departure = HAS_LEFT + positions.exit_reason()
-    if not rank.is_reading(EXIT_SECONDS) and rank.writing.acquire(timeout=EXIT_SECONDS):
+    if rank.wait_for_report(EXIT_SECONDS) and rank.writing.acquire(timeout=EXIT_SECONDS):
         rank.write_position()
         rank.writing.release()
     rank.ended.set()  # The watchdog then releases the store.
