@@ -746,7 +746,10 @@ NO_MEMORY, OF_CUDA = torch.OutOfMemoryError("no memory"), torch.AcceleratorError
 @pytest.mark.parametrize(
     ("errors", "answers"),
     [
-        ([ModuleNotFoundError("No module named 'triton'")], ["ModuleNotFoundError: No module named 'triton'"] * 2),
+        (
+            [ModuleNotFoundError("No module named 'triton'", name="triton")],
+            ["No module named 'triton'; install triton"] * 2,
+        ),
         ([RuntimeError("sm_13\n and much more")], ["RuntimeError: sm_13"] * 2),
         (
             [FileNotFoundError(2, "No such file", "/sbin/ldconfig")] * 2,
