@@ -76,7 +76,7 @@ def num_statistics(num_channels: int, relu: bool) -> int:
 
 
 def unpack_unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean (C,), unbiased variance var * n / (n - 1) (C,), and n (1,). If n <= 1, the variance has no meaning."""
+    """Return mean (C,), unbiased variance var * n / (n - 1) (C,), and n (1,). For n <= 1 the variance is undefined."""
     mean, var, _, num_values = unpack(statistics, num_channels)
     return mean, var * (num_values / (num_values - 1).clamp(min=1)), num_values
 

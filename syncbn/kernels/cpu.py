@@ -63,7 +63,7 @@ def _reason_missing() -> str:
         if (installed / FILE.relative_to(package)).exists():
             return f"not built in {package}, which hides the installed {installed}; start Python in another folder"
     return (
-        f"not built in {package}: syncbn was not installed from there, or there is no C++ compiler, or compiling failed; "
+        f"not built in {package}: syncbn was not installed from there, there is no C++ compiler, or compiling failed; "
         "run `pip install -v --no-deps --force-reinstall` for syncbn and read its output"
     )
 

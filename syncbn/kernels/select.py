@@ -102,6 +102,7 @@ def _reason_no_triton(device: torch.device, compiling: bool) -> str | None:
         # Raise errors that may occur on this rank alone. If only this rank fell back to torch operations, its running
         # statistics would differ in some bits from those of the other ranks.
         compiler_missing = isinstance(error, FileNotFoundError) and error.filename == os.environ.get("CC")
+        reason += "; set CC to a C compiler" * compiler_missing
         if isinstance(error, OSError) and "ldconfig" not in reason and not compiler_missing:
             remedy = "set TRITON_CACHE_DIR to a folder on a local disk"
             raise RuntimeError(f"syncbn: Triton cannot use its cache: {error}; {remedy}") from error
