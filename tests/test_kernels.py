@@ -3,6 +3,7 @@
 import functools
 import importlib
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -748,12 +749,16 @@ NO_MEMORY, OF_CUDA = torch.OutOfMemoryError("no memory"), torch.AcceleratorError
 @pytest.mark.parametrize(
     ("errors", "answers"),
     [
-        ([ModuleNotFoundError("No module named 'triton'")], ["ModuleNotFoundError: No module named 'triton'"] * 2),
+        (
+            [ModuleNotFoundError("No module named 'triton'", name="triton")],
+            ["No module named 'triton'; install triton"] * 2,
+        ),
         ([RuntimeError("sm_13\n and much more")], ["RuntimeError: sm_13"] * 2),
         (
             [FileNotFoundError(2, "No such file", "/sbin/ldconfig")] * 2,
             ["FileNotFoundError: [Errno 2] No such file: '/sbin/ldconfig'"],
         ),
+        ([FileNotFoundError(2, "No such file", os.environ.get("CC"))], ["; set CC to a C compiler"]),
         ([STALE, None], [None, None]),  # it is tried again
         # The other ranks would not fall back.
         ([STALE, STALE], [RuntimeError("Stale file handle; set TRITON_CACHE_DIR to a folder on a local disk")]),
