@@ -329,6 +329,7 @@ def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tenso
     tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
     if is_masked_batch:  # F.batch_norm cannot leave values out of the statistics.
         check_eps(options.eps, training=True)
+        require_float64(tensors.input)
         return wrap(apply_to_output(normalize(make_dense(tensors, options), options, ONE_RANK)[0]))
     return wrap(apply_to_output(_torch_batch_norm(tensors, options, training=tensors.running_mean is None)))
 

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from syncbn import fallback
-from syncbn.arguments import Options, Tensors, check_channels, check_input, check_like_input, check_storage
+from syncbn.arguments import (
+    Options,
+    Tensors,
+    check_channels,
+    check_input,
+    check_like_input,
+    check_storage,
+    require_float64,
+)
 from syncbn.inputs import apply_mask, make_dense
 from syncbn.kernel_cache import forward_config
 from syncbn.kernels.interface import TRAILER_ELEMENTS, ForwardConfig, Layout
@@ -151,11 +159,14 @@ def batch_norm_backward(
     if training:
         reduction = select_reduction(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
     try:
+        if len(output_mask) != 3:
+            raise ValueError(f"output_mask must be three bools, for input, weight and bias, got {output_mask!r}")
         needs_input, needs_weight, needs_bias = output_mask
         check_input(input, channel_dim)
         check_like_input("grad_output", grad_output, input)
         per_channel = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
         check_channels(input, channel_dim, None, per_channel)
+        require_float64(input)
         if not is_compiling():
             check_storage((grad_output, input, *per_channel.values()))
         reason_forced()  # checks the environment variables
@@ -217,6 +228,7 @@ def sync_batch_stats(
     """
     options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
     tensors, options, reduction, _ = fallback.prepare(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
+    require_float64(tensors.input)  # also on one rank
     with profiler_range("syncbn.forward"), reduction.recording_errors():
         tensors = make_dense(apply_mask(tensors, channel_dim)[0], options)
         x = tensors.input

@@ -108,7 +108,7 @@ FAULTS = {
         "the ranks ask for different process groups: rank 0 for 4, rank 1 for 4, rank 2 for 4, rank 3 for 2",
         num_ranks=4,
     ),
-    "a group on one rank alone": Fault(_where(IN_1, "in the making of groups for process_group=2.*")),
+    "a group on one rank alone": Fault(_where(IN_1, "in the creation of groups for process_group=2.*")),
 }
 
 

@@ -369,6 +369,20 @@ def test_an_error_of_a_saved_tensors_hook_is_reported(ranks: Ranks, reports: Rep
 
 
 @pytest.mark.two_ranks
+def test_a_rank_that_is_late_between_two_steps(ranks: Ranks, reports: Reports) -> None:
+    """Its last pass is the backward of the step before, but that it is late is the first cause."""
+    layer, x = layer_and_input()
+    layer(x.requires_grad_()).sum().backward()
+    if ranks.rank == 1:
+        reports.wait_for(
+            rf"rank 0: in SyncBatchNorm forward, call 2{WRITTEN}\n"
+            rf"rank 1: last seen after SyncBatchNorm backward, call 1{WRITTEN}\nPossible causes:\n- A rank is late"
+        )
+    layer(x).sum().backward()
+    dist.barrier()
+
+
+@pytest.mark.two_ranks
 def test_a_call_on_one_rank_alone(ranks: Ranks, reports: Reports) -> None:
     """A program calls its model on one rank to count FLOPs, or wraps it in DistributedDataParallel on some ranks."""
     voting.world.make_anew()  # in which no layer has been called
