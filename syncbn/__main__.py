@@ -108,6 +108,7 @@ def check(device: torch.device) -> tuple[bool, str]:
         table(("dtype", "what", "error", "allowed"), rows),
         *errors,
         "passed" if passed else "FAILED: these ranks do not train as one process does",
+        *["no ranks were compared; start the check with torchrun to compare some"] * (size == 1),
     )
     return passed, "\n".join(lines)
 

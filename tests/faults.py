@@ -69,7 +69,7 @@ FAULTS = {
     "channels": Fault(
         "gloo::EnforceNotMet",  # gloo ends rank 0 before it says a word
         # The abort of rank 0 may reach rank 1 in place of its sums.
-        r"(the sums of different numbers of channels|a collective failed on rank 1 after .*)\.\n"
+        r"(sums of different sizes|a collective failed on rank 1 after .*)\.\n"
         + _where(*(f"({FIRST}; )?has called body.bn1 in Sequential with {c} channels over ranks 0-1.*" for c in (4, 5)))
         + "Build the same model on every rank",
     ),

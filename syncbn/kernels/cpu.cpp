@@ -1,4 +1,4 @@
-// The kernels for CPU tensors: C functions over addresses and sizes, called by cpu.py and defined by reference.py.
+// C functions that compute the kernels for CPU tensors. cpu.py calls them; reference.py specifies their results.
 //
 // A tensor is (outer, channels, inner) values in memory. If inner is large, a run is `inner` contiguous values of one
 // channel ("runs"). Else a row is the (channels, inner) values at one outer index ("rows"), and several short rows form
@@ -8,8 +8,8 @@
 // each row.
 //
 // Sums are doubles, added up from partial sums whose ranges depend only on the sizes. So a result does not depend on
-// the number of threads. Only sums use fma (-ffp-contract=off): all functions compute the same relu mask, and different
-// processors agree.
+// the number of threads. Only sums use fma (-ffp-contract=off), so that all functions and all processors compute the
+// same relu mask.
 //
 // No function allocates or throws: callers pass `scratch`, whose size in bytes syncbn_scratch returns. The arguments
 // are a Kind, which is the same for many calls, and a struct of addresses for one call. cpu.py packs both.
@@ -47,14 +47,14 @@ template <typename T> using Compute = std::conditional_t<std::is_same_v<T, doubl
 constexpr int64_t GRAIN = 32768;              // minimum number of values per thread
 constexpr int64_t PART = 2 * GRAIN;           // values per partial sum
 constexpr int64_t SHORTEST_RUN = 32;          // values; tensors with a smaller inner are processed in rows
-constexpr int64_t LONG_ROW = 64;              // values; limits the rest of a row that does not fill a vector
+constexpr int64_t LONG_ROW = 64;              // values; shorter rows are combined into long rows
 constexpr int64_t SUMMED = 1024;              // maximum number of columns whose sums fit in the L1 cache
 constexpr int64_t MAPPED = 2048;              // maximum number of columns whose coefficients fit in the L1 cache
 constexpr int64_t AHEAD = 4096;               // minimum prefetch distance, in values, of sums over several rows
-constexpr int64_t FORWARDS = 1 << 20;         // values per step; maps take the last step first, and go forwards in each
+constexpr int64_t FORWARDS = 1 << 20;         // values per step; maps run backwards over steps, and forwards in a step
 constexpr int64_t PADDING = 16;               // values; the length of the widest vector
-constexpr int64_t LEAST_VALUES = 512;         // per channel in a partial sum over runs, whose result is two doubles
-constexpr int64_t LEAST_ROWS = 32;            // per partial sum: its two doubles per column are half a byte per value
+constexpr int64_t LEAST_VALUES = 512;         // minimum number of values per channel of a partial sum over runs
+constexpr int64_t LEAST_ROWS = 32;            // minimum number of rows per partial sum, whose size is 16 B per column
 constexpr int64_t STREAMED_BYTES = 16 << 20;  // larger outputs bypass the caches, which would not keep them
 constexpr int64_t ALIGNED = 64;               // bytes; alignment of outputs that bypass the caches
 constexpr int64_t ZEROS_BEHIND_ONES[2 * PADDING] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
@@ -85,8 +85,8 @@ struct Sizes {
     return std::max<int64_t>(1, divided_up(each, PADDING)) * PADDING;
   }
 
-  // A partial sum covers, in runs, some outer indices of some channels, as contiguous in memory as possible; else some
-  // rows of a block.
+  // Over runs a partial sum covers some outer indices of some channels, as contiguous in memory as possible. Over rows
+  // it covers some rows of a block.
   int64_t outers_of_part() const {
     int64_t least = std::min(divided_up(LEAST_VALUES, inner), outer);
     return std::max<int64_t>(1, std::clamp(PART / std::max<int64_t>(1, columns()), least, outer));
@@ -103,7 +103,7 @@ struct Sizes {
     return in_runs() ? divided_up(outer, outers_of_part()) : divided_up(rows(), rows_of_part());
   }
 
-  // Replace one value for each of `count` channels by one for each column of a long row, in place, then PADDING zeros.
+  // Expand `count` values, one per channel, to one value per column of a long row, in place. Append PADDING zeros.
   template <typename Number> void spread(int64_t count, Number* numbers) const {
     if (in_runs()) return;
     if (inner > 1)
@@ -133,7 +133,7 @@ struct Kind {
   double eps;
   int32_t dtype, weight_dtype, bias_dtype, mean_dtype, var_dtype, grad_weight_dtype, grad_bias_dtype;  // or NONE
   int32_t relu, averages;  // averages: momentum is 1 / counter, so that the running statistics average all batches
-  // Backward masks dy of a fused relu by y; or by x, scale and shift, which forward writes after the statistics.
+  // Backward computes a fused relu's mask from y; or from x, scale and shift, which forward appends to `statistics`.
   int32_t masks_by_y, masks_by_x;
 };
 
@@ -162,7 +162,7 @@ struct BackwardOutputs {
   void *grad_x, *grad_residual;
 };
 
-// Mix bits of the forward's total, `count` sums, into the signature: see signature_of_call in reference.py.
+// Mix bits of the `count` sums of the forward's total into the signature: see signature_of_call in reference.py.
 int64_t signature_of_call(const Sums& call, int64_t count) {
   if (!call.signature || !call.forward_total) return call.signature;
   uint64_t mixed = 0, top = uint64_t(1) << (63 - __builtin_clzll(call.signature));
@@ -215,7 +215,7 @@ namespace avx512 {
 #pragma GCC pop_options
 #endif
 
-// Return the loops, by Dtype, for the best instruction set of this processor, or for that of ATEN_CPU_CAPABILITY.
+// Return the loops, indexed by Dtype, for ATEN_CPU_CAPABILITY or else for the best instruction set of this processor.
 const Loops* best_loops() {
   const char* asked = std::getenv("ATEN_CPU_CAPABILITY");
   if (asked && !std::strcmp(asked, "default")) return baseline::LOOPS;

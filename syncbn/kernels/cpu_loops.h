@@ -10,16 +10,16 @@ INLINED inline std::array<V, num> coefficients(const std::array<Numbers, num>& n
   return vectors;
 }
 
-// The terms of the sums: x and x^2; with coefficients, in backward, dy and dy * (x - center), dy masked by the relu.
+// The terms of the sums. Forward, without coefficients: x and x^2. Backward: dy and dy * (x - center). A relu masks dy.
 template <typename T, int num_coefficients, bool has_y> struct Term {
   // 16-bit values are first added in float, FEW at a time. The sum of squares of similar values is then exact: a square
   // has 16 bits (BFloat16) or 22 bits (Half), and a float 24.
   static constexpr bool IN_FLOAT = sizeof(T) == 2;
   static constexpr int64_t FEW = std::is_same_v<T, BFloat16> ? 8 : 4;
   using V = std::conditional_t<IN_FLOAT, Floats, Wide>;
-  using Mapped = std::conditional_t<std::is_same_v<T, double>, Wide, Floats>;  // in which forward computed y
+  using Mapped = std::conditional_t<std::is_same_v<T, double>, Wide, Floats>;  // the type in which forward computed y
   const T *dy, *x, *y;
-  std::array<const Compute<T>*, num_coefficients> numbers;  // center; for a relu without y, scale and shift
+  std::array<const Compute<T>*, num_coefficients> numbers;  // center and, for a relu without y, scale and shift
 
   static V summed(Mapped values) {
     if constexpr (IN_FLOAT) return values;
@@ -50,8 +50,8 @@ void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t lengt
   int64_t blocks_of_rest = divided_up(length % (few * LANES), LANES), blocks_in_rest = 0;
   V mask = mask_of_counted<V>(length);
   auto of = coefficients<typename Term::Mapped, true>(term.numbers, channel);
-  // In float: one sum of a few blocks, and one of the rests of runs. In double: two independent chains of additions,
-  // which hide the latency.
+  // In float: `even` adds a few blocks, `rest` the rests of runs. In double: two independent chains of additions, which
+  // hide the latency.
   Pair<V> even, odd, &other = Term::IN_FLOAT ? even : odd, &rest = Term::IN_FLOAT ? odd : even;
   Pair<Wide> total;
   auto empty = [&](Pair<V>& sums) INLINED { total = total + wide(sums), sums = {}; };
@@ -84,7 +84,7 @@ void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t lengt
 }
 
 // Add the sums of each column of `rows` rows, `stride` values apart, to first and second. With several rows the next
-// rows are prefetched, because the hardware prefetcher does not detect that they follow.
+// rows are prefetched, because the hardware prefetcher does not predict them.
 template <int64_t rows, typename Term>
 INLINED inline void add_rows(const Term& term, int64_t start, int64_t stride, int64_t length, double* first,
                              double* second) {
@@ -211,7 +211,7 @@ Status map_all(const Kind& kind, const Call& call, uintptr_t outputs, const Body
     return parallel(pieces, values, [&](int64_t begin, int64_t end) {
       Coefficients<T, num> coefficients;
       const auto numbers = coefficients.addresses();
-      const Body own = body;  // as in sum_all
+      const Body own = body;  // a local copy, which writes cannot alias
       const int64_t inner = sizes.inner, stride = sizes.row();
       // Prefetch the next row: the hardware prefetcher does not detect the jump from a part of a row to the next row.
       const int64_t ahead = in_runs.value || some >= sizes.channels ? 0 : stride;

@@ -182,7 +182,8 @@ def make(size: int, default_group: dist.ProcessGroup) -> None:
     world_size = default_group.size()
     if world_size % size:
         values = f"{world_size} ranks do not divide into groups of {size}"
-        raise ValueError(f"the number of ranks must be a multiple of the group size: {values}")
+        remedy = "pass a divisor, or a ProcessGroup of dist.new_group"
+        raise ValueError(f"the number of ranks must be a multiple of the group size: {values}; {remedy}")
     is_default = size == world_size
     group = None if is_default else dist.new_subgroups(size, timeout=group_timeout(default_group))[0]
     _groups_by_size.setdefault(default_group, {})[size] = group

@@ -29,7 +29,7 @@ ANSWER_SECONDS = 5.0  # the longest time for which a rank waits for the other ra
 WITH_GRAPH = "backward with create_graph or torch.func"  # pass_name of the first all_reduce of that backward
 
 TITLE_LAYERS = "syncbn: the ranks are in different layers or calls.\n"
-TITLE_LENGTHS = "syncbn: the ranks have sent the sums of different numbers of channels.\n"
+TITLE_LENGTHS = "syncbn: the ranks have sent sums of different sizes.\n"
 TITLE_ARGUMENT = "syncbn: another rank has a bad argument.\n"
 FALSE_ALARM = "If this is a false alarm, set SYNCBN_CHECKS=0 on every rank, which disables the comparison of ranks."
 
@@ -37,6 +37,10 @@ EXTRA_CALL = "A rank has called the model once more, for example to validate or 
 FEWER_BATCHES = (
     "A rank has fewer batches: give all ranks the same number of batches, or let that rank continue with empty "
     "batches, images[:0]."
+)
+EVALUATION = (
+    "To evaluate on some ranks only, call ddp.module(x) after model.eval(), because a forward of "
+    "DistributedDataParallel may broadcast buffers."
 )
 REMEDY_LAYERS = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
@@ -66,22 +70,23 @@ REMEDY_BACKWARDS = (
 REMEDY_ENDED = (
     "Read the last output of the ended process. If there is none, memory may have run out: see dmesg. If it is "
     "gloo::EnforceNotMet, the ranks have sent different sizes. Possible causes:\n"
-    "- A rank has a different number of channels, has not converted its model, or is in evaluation mode.\n"
     f"- {EXTRA_CALL}\n"
-    "- A rank has left out a layer."
+    "- A rank has left out a layer, has not converted its model, or is in evaluation mode.\n"
+    "- A layer has a different number of channels on a rank."
 )
 REMEDY_LATE = (
     "Possible causes:\n"
     "- A rank is late, for example because it loads data or saves a checkpoint.\n"
+    f"- A rank is in evaluation mode: call model.train() on every rank. {EVALUATION}\n"
+    "- A rank has not called convert_syncbn_model(model), runs a compiled model, or is on a host that is cut off.\n"
     f"- {FEWER_BATCHES}\n"
     f"- {EXTRA_CALL}\n"
-    "- A rank is in evaluation mode: call model.train() on every rank, and evaluate on some ranks with ddp.module(x), "
-    "because a forward of DistributedDataParallel may broadcast buffers.\n"
-    "- A rank runs a compiled model, has not called convert_syncbn_model(model), or is on a host that is cut off.\n"
 )
 REMEDY_OUTSIDE = (
     "The ranks may wait in different collectives of the program or of DistributedDataParallel; py-spy, or the flight "
-    f"recorder of nccl, shows where a rank waits. A common cause: {FEWER_BATCHES}"
+    "recorder of nccl, shows where a rank waits. Possible causes:\n"
+    f"- {FEWER_BATCHES}\n"
+    f"- A rank alone has evaluated the model. {EVALUATION}"
 )
 REMEDY_CALLS = "Build the same model on every rank, and give the layer the same process_group."
 REMEDY_ONE_CALL = (

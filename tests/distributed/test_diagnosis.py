@@ -183,7 +183,7 @@ def test_sums_of_different_lengths(
     monkeypatch.setattr(report, "SETTLE_SECONDS", 0.1)
     layer, x = layer_and_input()
     message = (
-        "expected 3 channels" if ranks.rank == 0 else r"have sent the sums of different numbers of channels\.\nrank"
+        "expected 3 channels" if ranks.rank == 0 else r"have sent sums of different sizes\.\nrank"
     )
     with pytest.raises(RuntimeError if ranks.rank else ValueError, match=message):
         layer(x if ranks.rank else x[:, :2])
@@ -544,7 +544,7 @@ def test_the_causes_of_an_abort_by_gloo(reader: ThisRank, monkeypatch: pytest.Mo
     others = write_as_others(reader, AFTER_CALL_7._replace(process=7, host=positions.this_host()))
     text = report.report_positions(reader, None)
     assert f"{others}: last seen after bn forward, call 7; its process (7) has ended\n" in text
-    assert re.search(r"gloo::EnforceNotMet.*\n(- .*\n)+- .*once more, .* validate .* model\.eval\(\)\.\n", text), text
+    assert re.search(r"gloo::EnforceNotMet.*\n- .*once more, .* validate .* model\.eval\(\)\.\n- ", text), text
 
 
 @pytest.mark.parametrize(("change", "line"), [({"departure": "has left"}, "has left"), ({"process": 8}, "has not")])
