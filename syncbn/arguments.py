@@ -326,7 +326,7 @@ def to_float(name: str, number: object) -> float:
     """Return `number` as a float. **Raises** TypeError if `number` is neither a float nor an int, and ValueError if it
     is too large."""
     if name == "momentum" and number is None:
-        raise TypeError("momentum=None needs a counter, num_batches_tracked; pass a float, or use a layer with one")
+        raise TypeError("momentum=None needs the counter num_batches_tracked; pass a float, or use a layer that has it")
     if not isinstance(number, (float, int)):
         raise TypeError(f"{name} must be a float, got {number!r} of type {type(number).__name__}; pass float({name})")
     try:

@@ -228,7 +228,7 @@ def sync_batch_stats(
     """
     options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
     tensors, options, reduction, _ = fallback.prepare(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
-    require_float64(tensors.input)  # also on one rank
+    require_float64(tensors.input)  # On one rank without a mask, `prepare` does not check this.
     with profiler_range("syncbn.forward"), reduction.recording_errors():
         tensors = make_dense(apply_mask(tensors, channel_dim)[0], options)
         x = tensors.input

@@ -125,7 +125,7 @@ def test_info_says_where_kernels_are_missing(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(cpu, "FILE", clone / "kernels" / "_cpu.so")
     monkeypatch.setattr(sys, "path", [str(clone.parent), str(installed.parent)])
     assert cpu.load.__wrapped__().startswith(
-        f"not built in {clone}: syncbn was not installed from there, or there is no C++ "
+        f"not built in {clone}: syncbn was not installed from there, there is no C++"
     )
     (installed / "kernels").mkdir(parents=True)
     (installed / "kernels" / "_cpu.so").touch()

@@ -182,9 +182,7 @@ def test_sums_of_different_lengths(
     change_totals(lambda total: total[-1].fill_(torch.nan))
     monkeypatch.setattr(report, "SETTLE_SECONDS", 0.1)
     layer, x = layer_and_input()
-    message = (
-        "expected 3 channels" if ranks.rank == 0 else r"have sent sums of different sizes\.\nrank"
-    )
+    message = "expected 3 channels" if ranks.rank == 0 else r"have sent sums of different sizes\.\nrank"
     with pytest.raises(RuntimeError if ranks.rank else ValueError, match=message):
         layer(x if ranks.rank else x[:, :2])
 
