@@ -63,7 +63,7 @@ def info() -> dict[str, str]:
 
 
 def _check_here() -> tuple[bool, str]:
-    """Check the ranks that torchrun has started or, without torchrun, this process."""
+    """Check the ranks that torchrun has started or, without torchrun (LOCAL_RANK is not set), this process."""
     device = torch.device("cpu")
     if "LOCAL_RANK" not in os.environ:
         return check(device)

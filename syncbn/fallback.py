@@ -54,7 +54,7 @@ from syncbn.torch_internals import (
 )
 
 StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # The argument of a Function that is not a tensor.
-Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual
+Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
 
 
 def train(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, Tensor]:

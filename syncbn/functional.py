@@ -278,7 +278,7 @@ class _Sums(torch.autograd.Function):
                 ctx.reduction.forward_total = None
             # at_center + slope * (x - center) is the output of a batch norm with mean `center`, variance 0 and eps 1.
             config = ctx.config._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
-            x = config.layout.dense(x.to(config.dtype))  # saved_tensors_hooks may have changed it.
+            x = config.layout.dense(x.to(config.dtype))  # saved_tensors_hooks may have changed x.
             sums = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_ELEMENTS)))
             kernels = fallback.select_back_end(config, x, slope).Forward(config)
             return None, kernels.forward_outputs((x, slope, at_center, None), sums)[0], None

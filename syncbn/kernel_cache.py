@@ -108,7 +108,7 @@ def _select_backward(tensors: tuple[Any, ...], forward: ForwardConfig, needed: N
     return None if back_end is None else back_end.Backward.cached(config)
 
 
-# As `config`, forward_cache gets the `cache_key` of the options; backward_cache gets the forward kernels and `needed`.
+# The config of forward_cache is `Options.cache_key`. The config of backward_cache is (forward kernels, needed).
 forward_cache, backward_cache = Cache(_select_forward), Cache(_select_backward)
 
 

@@ -117,7 +117,7 @@ class SyncBatchNorm(_BatchNorm):
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def reset_parameters(self) -> None:
-        """Set weight and running_var to 1, bias, running_mean and num_batches_tracked to 0."""
+        """Set weight and running_var to 1, and set bias, running_mean and num_batches_tracked to 0."""
         self.reset_running_stats()
         if self.weight is not None:
             nn.init.ones_(self.weight)
@@ -209,15 +209,15 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
-    """SyncBatchNorm for (N, C) or (N, C, L), and a subclass of nn.BatchNorm1d."""
+    """SyncBatchNorm for inputs (N, C) or (N, C, L); a subclass of nn.BatchNorm1d."""
 
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
-    """SyncBatchNorm for (N, C, H, W), or (N, H, W, C) with channel_last, and a subclass of nn.BatchNorm2d."""
+    """SyncBatchNorm for inputs (N, C, H, W), or (N, H, W, C) with channel_last; a subclass of nn.BatchNorm2d."""
 
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
-    """SyncBatchNorm for (N, C, D, H, W), or (N, D, H, W, C) with channel_last, and a subclass of nn.BatchNorm3d."""
+    """SyncBatchNorm for inputs (N, C, D, H, W), or (N, D, H, W, C) with channel_last; a subclass of nn.BatchNorm3d."""
 
 
 def _check_with_user_method(layer: Any, input: Tensor) -> None:
