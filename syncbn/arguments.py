@@ -41,7 +41,7 @@ DTENSOR_REMEDY = (
 )
 PARAMETER_REMEDY = "pass {0}.to_local(), or call the whole module that fully_shard has wrapped, not a layer in it"
 NESTED_TENSOR_REMEDY = (
-    "use a NestedTensor with layout=torch.jagged and pass {0}.values(); "
+    "pass {0}.values() of a NestedTensor with layout=torch.jagged; "
     "torch.nested.nested_tensor_from_jagged(output, input.offsets()) wraps the output"
 )
 
@@ -87,8 +87,8 @@ class Options:
     cache_key: tuple[object, ...] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        # Kernels do not depend on the momentum, so the key contains only its type. An int may be too large for a float,
-        # so the key contains the int, and each int is checked once.
+        # Kernels do not depend on the momentum, so its type is enough for the key. The exception is an int: an int may
+        # be too large for a float, so each int is part of the key and is checked when it is new.
         momentum = self.momentum if type(self.momentum) is int else type(self.momentum)
         key = momentum, self.eps, self.relu, self.channel_dim, self.num_channels, self.check_input_dim
         classes = type(self.momentum) in PLAIN_MOMENTUM_TYPES, *map(type, key[1:4])
@@ -275,9 +275,9 @@ def require_two_values(num_values: Tensor | float, x: Tensor) -> None:
     """**Raises** F.batch_norm's ValueError if there is only one value per channel over all ranks of the group.
 
     `num_values` is a number if the shape of x determines it (on one rank without a mask), otherwise a tensor of shape
-    (). A tensor is not checked if it is on a GPU, in a compiled graph, a FakeTensor or a tensor of torch.func: the host
-    would have to wait for the GPU, the graph would break, and the other two cannot be read. On GPUs with several ranks
-    a later call raises, see ranks/status.py.
+    (). A tensor on a GPU is not checked, because the host would have to wait for the GPU; with several ranks a later
+    call raises, see ranks/status.py. A tensor in a compiled graph is not checked, because reading it would break the
+    graph. A FakeTensor or a tensor of torch.func is not checked, because it cannot be read.
     """
     if isinstance(num_values, Tensor):
         if is_compiling() or not num_values.is_cpu or type(num_values) is not Tensor or is_wrapped(num_values):

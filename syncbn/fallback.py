@@ -120,14 +120,16 @@ def apply_function(
 def select_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: Tensor | None) -> reference.BackEnd:
     """Select the back end of the fallback for a call with the tensors x and `others`.
 
-    Tensor subclasses, exported programs, vmap and forward mode get torch operations, because the operators have no
-    rules for them. All other calls get the operators if there are kernels. Compiled graphs get them too, because the
-    code that Inductor generates from torch operations takes 2 to 12 times as long on CPUs.
+    Tensor subclasses and exported programs get torch operations. Under vmap and forward mode calls get torch operations
+    too, because the operators have no rules for them. All other calls get the operators if there are kernels. Compiled
+    graphs get the operators too, because the code that Inductor generates from torch operations takes 2 to 12 times as
+    long on CPUs.
 
-    Operators have no gradient, so they must run inside an autograd Function. In a graph `apply_function` skips the
-    Function if no tensor requires grad. Inside torch.func a tensor may require grad without Dynamo knowing it. A graph
-    therefore gets torch operations if grad mode is on and no tensor requires grad. (Inside the forward of a Function
-    grad mode is off. Dynamo of torch 2.11 leaves it on, but then a tensor requires grad.)
+    Operators have no gradient, so a call that is differentiated must run them inside an autograd Function. In a graph
+    `apply_function` skips the Function if no tensor requires grad, but inside torch.func Dynamo does not know whether a
+    tensor requires grad. A graph therefore gets torch operations if grad mode is on and no tensor requires grad.
+    (Inside the forward of a Function grad mode is off. Dynamo of torch 2.11 leaves grad mode on there, but then a
+    tensor requires grad.)
     """
     if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return reference
@@ -372,7 +374,7 @@ def plain_batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
     bias: Tensor | None, training: bool, momentum: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Do the same checks as F.batch_norm, and call torch.batch_norm, which `ReplaceBatchNormMode` does not replace."""
+    """Compute F.batch_norm, including its checks. torch.batch_norm is not replaced by `ReplaceBatchNormMode`."""
     check_eps(eps, training)
     if training and input.numel() == input.shape[1] > 0:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")

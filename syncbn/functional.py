@@ -181,7 +181,7 @@ def batch_norm_backward(
             weight = torch.ones_like(mean, dtype=compute_dtype(input.dtype))
         mean, invstd = mean.double(), invstd.double()
         num_values = mean.new_full((), layout.sizes[0] * layout.sizes[2])
-        # The variance is not used. n is a placeholder of 1, with which `gradients` sums `num_values` over the ranks.
+        # The variance is not used. n = 1 is a placeholder: `gradients` divides by the sum of `num_values` itself.
         statistics = pack(mean, torch.zeros_like(mean), invstd, mean.new_ones(1))
         config = ForwardConfig(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
         needed = needs_input and training, needs_weight, needs_bias, False

@@ -62,13 +62,13 @@ def unwrap_tensor(tensor: Tensor) -> Tensor:
 
 
 def unwrap(tensors: Tensors, options: Options) -> tuple[Tensors, Options, OutputWrapper]:
-    """Unwrap each tensor that `is_plain_subclass` accepts. Also return a function that passes the output through the
-    __torch_function__ of these subclasses."""
+    """Unwrap each tensor that `is_plain_subclass` accepts. Also return a function that passes the output, with the
+    original inputs, to `batch_norm`."""
     if is_compiling() or PLAIN_OR_NONE.issuperset(map(type, tensors)):  # Dynamo cannot trace as_subclass.
         return tensors, options, identity
     x, check = tensors.input, options.check_input_dim
     if check not in TORCH_DIM_CHECKS and is_plain_subclass(x):
-        # A check of the user may read more than the number of dims, so it gets the tensor of the subclass.
+        # A check of the user may read more than the number of dims, so it gets the original tensor.
         options = replace(options, check_input_dim=lambda layer, _: check(layer, x))
     inputs = x, tensors.running_mean, tensors.running_var, tensors.weight, tensors.bias, tensors.z
     unwrapped = Tensors._make(unwrap_tensor(each) if is_plain_subclass(each) else each for each in tensors)

@@ -127,7 +127,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor, z: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Normalise `input`, in training over all ranks of the group.
 
-        All ranks of the group must call their layers in the same order.
+        In training, all ranks of the group must call their layers in the same order.
 
         Args:
             input: (N, C, ...), or (N, ..., C) with `channel_last`, of float16, bfloat16, float32 or float64. It has at

@@ -11,7 +11,7 @@ Symbols: C channels; n values per channel over all ranks r; x, y and dy of any s
 
 Each pass computes local sums, issues one all_reduce and runs one elementwise kernel. Kernels receive data pointers, so
 they need plain, dense tensors. Tensor subclasses are unwrapped first, masked values are set to 0, and an input or
-residual is copied unless it is non-overlapping and dense. These calls take the fallback of fallback.py instead:
+residual is copied unless it is non-overlapping and dense. These calls take the fallback, fallback.py:
 
 - inside a compiled graph; while a dispatch mode, a transform of torch.func or, on a CPU, a profiler is active;
 - with a momentum in a tensor, a non-contiguous weight, bias or buffer, a subclass that defines __torch_dispatch__, an
@@ -91,7 +91,7 @@ class _Step(torch.autograd.Function):
 
     The tensors in `computed` are wrapped in a tuple, because autograd treats each tensor argument as an input.
 
-    x, weight, the statistics, and y if relu is fused after a residual are saved for backward. The forward issues no
+    Saved for backward are x, weight, the statistics and, if relu is fused after a residual, y. The forward issues no
     collective. The backward issues one all_reduce, or two with create_graph=True; with one rank it issues none. The
     all_reduce is issued whatever needs_input_grad is, because another rank may need the sums.
     """

@@ -21,8 +21,8 @@ from syncbn.ranks import groups
 from syncbn.texts import quote_path
 from syncbn.torch_internals import is_compiled
 
-# Attributes that a conversion or revert removes from a layer before it sets new ones. process_group is an attribute of
-# nn.SyncBatchNorm and a property of SyncBatchNorm.
+# Attributes that a conversion or revert removes from a layer before it sets new ones. process_group is included,
+# because it is an attribute of nn.SyncBatchNorm and a property of SyncBatchNorm.
 ADDED_ATTRIBUTES = "process_group", "_original_class", *SyncBatchNorm.__annotations__
 
 # Remedies, one for each state of a layer. `_remedy` returns two more.
@@ -38,7 +38,7 @@ MAX_INSPECTED = 100  # The number of elements inspected per list or dict. A list
 # The prefixes with which code usually calls batch_norm.
 PREFIXES = "", "F.", "functional.", "nn.functional.", "torch.nn.functional.", "torch."
 TRAINING_INDEX = 5  # Position of the argument `training` of F.batch_norm and torch.batch_norm.
-# The exceptions for a method that has no source or wraps itself, and for source that is incomplete or nested too deep.
+# The exceptions for a method that has no source or wraps itself, and for incomplete or too deeply nested source.
 SOURCE_ERRORS = OSError, SyntaxError, TokenError, ValueError, RecursionError, MemoryError
 
 BYTES_PER_ELEMENT = 8  # float64
