@@ -159,9 +159,10 @@ def batch_norm_backward(
     if training:
         reduction = select_reduction(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
     try:
-        if len(output_mask) != 3:
+        needs = (*output_mask,)
+        if len(needs) != 3:
             raise ValueError(f"output_mask must be three bools, for input, weight and bias, got {output_mask!r}")
-        needs_input, needs_weight, needs_bias = output_mask
+        needs_input, needs_weight, needs_bias = needs
         check_input(input, channel_dim)
         check_like_input("grad_output", grad_output, input)
         per_channel = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})

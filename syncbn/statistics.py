@@ -88,10 +88,11 @@ def update_buffers(
     """Compute running = (1 - momentum) * running + momentum * statistic in place, and increment the counter.
 
     The result is rounded once, to the buffer's dtype. With a momentum of None the running statistics are the average of
-    all batches. running_var takes the unbiased variance, var * n / (n - 1). If n = 0, neither running
-    statistic changes; if n = 1, only running_mean changes. The host does not read n. If `updates` is False, the same
-    operators compute the values, but nothing is written. They run because selective checkpointing matches saved results
-    by the order of calls.
+    all batches. running_var takes the unbiased variance, var * n / (n - 1). If n = 0, neither running statistic
+    changes; if n = 1, only running_mean changes. The host does not read n.
+
+    If `updates` is False, the values are computed but not written. They are computed because selective checkpointing
+    matches saved results by the order of calls.
     """
     if momentum is None and counter is not None:
         momentum = 1.0 / (counter + 1).to(statistics.dtype)  # The host does not wait for a GPU.

@@ -97,7 +97,7 @@ FAULTS = {
     "group made anew": Fault(_where(IN_1, "after .*")),
     "fork after use": Fault(
         _where(IN_1, f"{BEFORE_STEP}; has left.*"),
-        r'this process \(\d+\) was forked from one .* Start it by the method "spawn" instead',
+        r'this process \(\d+\) was forked from a process .* Start it by the method "spawn" instead',
     ),
     "threads": Fault("ranks? 0.*: in body.bn[12] forward"),
     "members": Fault(

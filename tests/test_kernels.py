@@ -758,7 +758,7 @@ NO_MEMORY, OF_CUDA = torch.OutOfMemoryError("no memory"), torch.AcceleratorError
             [FileNotFoundError(2, "No such file", "/sbin/ldconfig")] * 2,
             ["FileNotFoundError: [Errno 2] No such file: '/sbin/ldconfig'"],
         ),
-        ([FileNotFoundError(2, "No such file", os.environ.get("CC"))], ["; set CC to a C compiler"]),
+        ([FileNotFoundError(2, "No such file", os.environ.get("CC"))] * 2, ["; set CC to a C compiler"]),
         ([STALE, None], [None, None]),  # it is tried again
         # The other ranks would not fall back.
         ([STALE, STALE], [RuntimeError("Stale file handle; set TRITON_CACHE_DIR to a folder on a local disk")]),

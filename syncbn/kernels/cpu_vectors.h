@@ -28,7 +28,7 @@ template <typename Vector> inline Vector load(const void* from) {
 }
 template <typename Vector> inline void store(void* to, Vector vector) { std::memcpy(to, &vector, sizeof(vector)); }
 
-// Operations that differ between instruction sets. Intrinsics are single instructions where GCC 12 compiles four or five
+// Operations that differ between instruction sets. An intrinsic is one instruction where GCC 12 compiles four or five
 // for __builtin_convertvector. `stream` bypasses the caches: the processor does not read the memory that it overwrites.
 #if WIDTH == 64
 inline Doubles doubles(HalfOfFloats values) { return _mm512_cvtps_pd(values); }
@@ -157,7 +157,7 @@ inline Wide not_negative(Wide of) { return {not_negative(of.first), not_negative
 template <typename T>
 constexpr float ZERO = std::is_same_v<T, Half> ? 0x1p-25f : std::is_same_v<T, BFloat16> ? 0x1p-134f : 0;
 
-// Return the mask of the lanes that the last vector of `length` values shares with the previous one: `masked` drops them.
+// Return the mask of the lanes that the last vector of `length` values shares with the one before: `masked` drops them.
 template <typename V> inline V mask_of_counted(int64_t length) {
   using Number = std::conditional_t<std::is_same_v<V, Floats>, float, double>;
   return read<V>((const Number*)(ZEROS_BEHIND_ONES + PADDING) - LANES + length % LANES);

@@ -72,7 +72,7 @@ def record_not_finite(first, second, host_words, sequence_number):
 
 @triton.jit
 def check_trailer(trailer, needs_two_values, host_words, device_word, sequence_number):
-    """Return whether this total or an earlier one has a fault; False without status words.
+    """Return whether this total or an earlier total has a fault, or False without status words.
 
     The first program stores the first fault in FAULT, and the sequence number in ENDED.
     """

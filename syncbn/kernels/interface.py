@@ -31,7 +31,7 @@ from torch import Tensor
 TRAILER_ELEMENTS, SIGNATURE_ELEMENTS = 4, 3
 UNSIGNED = 0  # for sums without a signature; ranks/sites.py computes signatures, 0 < s < 2^26
 MIXER = 0x9E3779B97F4A7C15 - 2**64  # odd, as an int64; reference.py's signature_of_call multiplies by it
-MAX_CACHED_KERNELS = 4096  # of both passes and all devices
+MAX_CACHED_KERNELS = 4096  # for both passes and all devices together
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # keyed by the number of dims
 
 Inputs: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual
@@ -189,7 +189,7 @@ class Kernels(ABC, Generic[Config]):
     @classmethod
     @functools.lru_cache(MAX_CACHED_KERNELS)
     def cached(cls, config: Config) -> Self:
-        """Return the kernels of this class for `config`. They are created once."""
+        """Return the kernels of this class for `config`. The kernels for a config are created once."""
         return cls(config)
 
 

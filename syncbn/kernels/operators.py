@@ -1,8 +1,8 @@
 """Registers the kernels of cpu.py and gpu.py as torch operators, and wraps them as a back end of the fallback.
 
 Operators work where direct calls of cpu.py and gpu.py cannot: in compiled graphs, under dispatch modes and transforms,
-and for tensors that do not own plain memory. The operators check their tensors. They have no autograd formulas: use
-them only inside an autograd.Function, after select.py has loaded the kernels.
+and for tensors whose data_ptr() does not point to their values. The operators check their tensors. They have no
+autograd formulas: use them only inside an autograd.Function, after select.py has loaded the kernels.
 """
 
 import functools

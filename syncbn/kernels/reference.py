@@ -36,8 +36,8 @@ def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
     """Return the signature of a backward, float64 (1,): `signature` mixed with the sums in the forward's total.
 
     The total is the same on all ranks and differs from call to call of a layer. bits_i is sum i as an int64, or 0 for
-    NaN, whose bits may differ between ranks. h = sum of bits_i * (2 i + 1). All bits of the signature below its highest
-    one are XORed with the bits of h * MIXER from bit 40 on.
+    NaN, whose bits may differ between ranks. h = sum of bits_i * (2 i + 1). The bits of the signature below its highest
+    bit are XORed with the bits of h * MIXER from bit 40 on.
     """
     sums = forward_total[: -interface.TRAILER_ELEMENTS]
     bits = torch.where(sums.isnan(), 0, sums.view(torch.int64))

@@ -108,7 +108,7 @@ class CallReport(NamedTuple):
 
     description: str  # the call, such as "layer4.1.bn3 forward, call 17"
     layer: str = ""  # `Site.layer`, the root class and name that ranks compare
-    instance_number: int = 0  # the number of the layer among those of this root class and name
+    instance_number: int = 0  # the number of the layer among the layers of this root class and name
     next_instance_number: int = 0  # the next free instance number on this rank
     call_number: int = 0  # the number of the call of the layer
     pass_name: str = ""
@@ -119,8 +119,8 @@ class CallReport(NamedTuple):
 
 
 def gather_calls(rank: ThisRank, ranks: Sequence[int], key: str, call: CallReport) -> list[CallReport | None]:
-    """Write this rank's `call` under the key, and return the calls of these ranks; None for a rank that does not answer
-    within `ANSWER_SECONDS`."""
+    """Write this rank's `call` under the key, and return the calls of these ranks, with None for a rank that does not
+    answer within `ANSWER_SECONDS`."""
     answers: list[Any] = [None] * len(ranks)
 
     def exchange() -> None:

@@ -7,7 +7,7 @@ number, computed from
     root and name    the class of the module that `convert_syncbn_model` converted, and the layer's dotted name in it;
                      for a layer without a name, its own class and its number of channels
     instance number  the number of the layer among those of this root and name that have trained on the group, in the
-                     order of their first calls; it separates two models of one class, and is never reused
+                     order of their first calls; it distinguishes two models of one class, and is never reused
     the call         the pass, the settings of the layer, and the dtype of the input
 
 In all passes except the forward, s also depends on the total of the forward, which differs between the calls of a layer

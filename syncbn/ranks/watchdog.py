@@ -32,7 +32,7 @@ log = logging.getLogger("syncbn")
 
 _ranks: WeakKeyDictionary[dist.ProcessGroup, ThisRank] = WeakKeyDictionary()  # keyed by the default process group
 _starting = threading.RLock()  # held while a thread of the program makes a ThisRank
-_inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # default groups of the process from which this one was forked
+_inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # default groups of the process from which this process was forked
 
 
 def this_rank() -> ThisRank:
@@ -43,7 +43,7 @@ def this_rank() -> ThisRank:
     world = dist.group.WORLD
     assert world is not None
     if world in _inherited:
-        what = f"this process ({os.getpid()}) was forked from one whose process group does not work here"
+        what = f"this process ({os.getpid()}) was forked from a process whose process group does not work here"
         raise RuntimeError(f'syncbn: {what}. Start it by the method "spawn" instead.')
     with _starting:
         if world not in _ranks:
