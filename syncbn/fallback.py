@@ -374,7 +374,7 @@ def plain_batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
     bias: Tensor | None, training: bool, momentum: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Compute F.batch_norm, including its checks. torch.batch_norm is not replaced by `ReplaceBatchNormMode`."""
+    """Compute F.batch_norm, including its checks, without a call that `ReplaceBatchNormMode` would replace."""
     check_eps(eps, training)
     if training and input.numel() == input.shape[1] > 0:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
