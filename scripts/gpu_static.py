@@ -72,7 +72,7 @@ class Launch(NamedTuple):
 
 @functools.cache
 def _recorder(capability: int) -> tuple[ModuleType, list[Launch], SimpleNamespace]:
-    """gpu.py for a GPU of this capability; its launches; and a driver that lists these in place of description them."""
+    """gpu.py for a GPU of this capability; its launches; and a driver that lists these instead of running them."""
     launches: list[Launch] = []
 
     def launch(source: Any, metadata: Any, x: int, y: int, z: int, stream: object, binary: bytes, *others: Any) -> None:

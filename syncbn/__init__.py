@@ -1,4 +1,4 @@
-"""Offers synchronised batch norm for PyTorch: W ranks normalise as one."""
+"""Offers synchronised batch norm for PyTorch: W ranks normalise their joint batch."""
 
 from syncbn import functional as functional
 from syncbn import kernels as kernels
@@ -12,4 +12,4 @@ from syncbn.layer import accumulate_running_stats as accumulate_running_stats
 from syncbn.ranks.reduction import create_syncbn_process_group as create_syncbn_process_group
 from syncbn.unconverted import summary as summary
 
-__version__ = "0.1.0"  # pyproject.toml reads it here
+__version__ = "0.1.0"  # pyproject.toml reads the version from this line.

@@ -5,7 +5,7 @@
     torchrun --standalone --nproc-per-node 2 -m syncbn check         whether these ranks train as one process does
 
 check runs on any number of ranks and hosts, with nccl if each rank of the host has a GPU, otherwise with gloo. Rank 0
-prints. The exit status is 0 if the check has passed, 1 if it has failed, and 2 for an invalid command line.
+prints the result. The exit status is 0 if the check has passed, 1 if it has failed, and 2 for an invalid command line.
 """
 
 import argparse
@@ -36,14 +36,14 @@ def main() -> int:
         passed, text = True, "\n".join(f"{name:33}  {value}" for name, value in info().items())
     else:
         passed, text = _check_here()
-    # Some clusters set RANK, without LOCAL_RANK, in a shell that is no rank of torchrun.
+    # Some clusters set RANK but not LOCAL_RANK in shells that torchrun did not start.
     if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":
         print(text)
     return 0 if passed else 1
 
 
 def info() -> dict[str, str]:
-    """Return, by name, what is installed and what syncbn can use of it."""
+    """Return, by name, the installed versions and the kernels, backends and hardware that syncbn can use."""
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
     triton = [package.version for package in importlib.metadata.distributions(name="triton")]
     variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
@@ -65,7 +65,7 @@ def info() -> dict[str, str]:
 def _check_here() -> tuple[bool, str]:
     """Check the ranks that torchrun has started or, without torchrun, this process."""
     device = torch.device("cpu")
-    if "RANK" not in os.environ:
+    if "LOCAL_RANK" not in os.environ:
         return check(device)
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     num_gpus = torch.cuda.device_count()
@@ -108,12 +108,13 @@ def check(device: torch.device) -> tuple[bool, str]:
         table(("dtype", "what", "error", "allowed"), rows),
         *errors,
         "passed" if passed else "FAILED: these ranks do not train as one process does",
+        *["no ranks were compared; start the check with torchrun to compare some"] * (size == 1),
     )
     return passed, "\n".join(lines)
 
 
 def _model() -> nn.Module:
-    """(N, 3, 16, 16) -> (N, 10)."""
+    """Return a model that maps (N, 3, 16, 16) to (N, 10)."""
     layers: list[nn.Module] = []
     with torch.device("cpu"):
         for num_channels in (3, 8):

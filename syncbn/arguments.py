@@ -30,7 +30,7 @@ SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PER_CHANNEL_NAMES = "running_mean", "running_var", "weight", "bias"
 DimCheck: TypeAlias = Callable[[Any, Tensor], Any]  # (layer, input)
 NO_DIM_CHECK: DimCheck = _BatchNorm._check_input_dim  # This raises NotImplementedError; SyncBatchNorm skips it.
-# The checks that read only the number of dims.
+# These checks read only the number of dims.
 TORCH_DIM_CHECKS = {NO_DIM_CHECK, *(cls._check_input_dim for cls in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
 PLAIN_MOMENTUM_TYPES = {float, int, NoneType}
 
@@ -39,9 +39,9 @@ DTENSOR_REMEDY = (
     "pass {0}.to_local(), and as process_group the group of the ranks that share the batch, such as mesh.get_group(); "
     "DTensor.from_local(output, mesh, placements, shape=input.shape, stride=input.stride()) wraps the output"
 )
-PARAMETER_REMEDY = "pass {0}.to_local(), or call the module that fully_shard has wrapped instead of a layer in it"
+PARAMETER_REMEDY = "pass {0}.to_local(), or call the whole module that fully_shard has wrapped, not a layer in it"
 NESTED_TENSOR_REMEDY = (
-    "pass {0}.values() of one with layout=torch.jagged; "
+    "pass {0}.values() of a NestedTensor with layout=torch.jagged; "
     "torch.nested.nested_tensor_from_jagged(output, input.offsets()) wraps the output"
 )
 
@@ -80,14 +80,15 @@ class Options:
     eps: float = 1e-5
     channel_dim: int = 1
     relu: bool = False
-    num_channels: int | None = None  # A layer's num_features, the C of calls without per-channel tensors.
+    num_channels: int | None = None  # num_features of a layer: the expected C if there are no per-channel tensors.
     check_input_dim: DimCheck = NO_DIM_CHECK
     process_group: GroupSpec = None
-    # The options on which kernels depend; None if an option has an unusual type, with which calls take the fallback.
+    # The options on which kernels depend. None if an option has an unusual type: calls then take the fallback.
     cache_key: tuple[object, ...] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        # Kernels do not depend on the momentum, but an int may be too large for a float, so its value is checked.
+        # Kernels do not depend on the momentum, so its type is enough for the key. The exception is an int: an int may
+        # be too large for a float, so each int is part of the key and is checked when it is new.
         momentum = self.momentum if type(self.momentum) is int else type(self.momentum)
         key = momentum, self.eps, self.relu, self.channel_dim, self.num_channels, self.check_input_dim
         classes = type(self.momentum) in PLAIN_MOMENTUM_TYPES, *map(type, key[1:4])
@@ -133,7 +134,8 @@ def check_training(tensors: Tensors, options: Options, layer: object) -> Options
 
 
 def check(tensors: Tensors, options: Options, layer: object) -> None:
-    """**Raises** ValueError or TypeError unless tensors and options fit together. Numbers: `with_float_numbers`."""
+    """**Raises** ValueError or TypeError unless tensors and options fit together. `with_float_numbers` checks eps and
+    momentum."""
     x, channel_dim = tensors.input, options.channel_dim
     check_input(x, channel_dim, options.check_input_dim, layer)
     per_channel = {name: tensor for name, tensor in tensors.per_channel().items() if tensor is not None}
@@ -180,8 +182,8 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: DimCheck = NO_DIM_
 
 
 def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor]) -> None:
-    """**Raises** ValueError or TypeError unless all of `per_channel` are float tensors (C,) on the device of x, whose C
-    they share. If `per_channel` is empty, C must be `num_channels`, unless that is None or 0 (a lazy layer)."""
+    """**Raises** ValueError or TypeError unless each tensor in `per_channel` is a float tensor of shape (C,) on the
+    device of x. If `per_channel` is empty, C must be `num_channels`, unless that number is None or 0 (a lazy layer)."""
     actual = x.shape[channel_dim]
     for name, tensor in per_channel.items():
         _check_tensor(name, tensor, x)
@@ -210,8 +212,8 @@ def check_like_input(name: str, tensor: Tensor, x: Tensor) -> None:
 
 
 def check_mask(mask: Tensor, x: Tensor, channel_dim: int) -> None:
-    """**Raises** TypeError or ValueError unless `mask` is bool and has shape (N,) or x's shape without the channel dim,
-    where sizes may be 1."""
+    """**Raises** TypeError or ValueError unless `mask` is bool and has shape (N,) or x's shape without the channel dim.
+    Any size of the mask may be 1 instead."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"expected mask to be a bool tensor, got {type(mask).__name__}; use torch.as_tensor(mask)")
     if mask.dtype != torch.bool:
@@ -229,8 +231,8 @@ def check_mask(mask: Tensor, x: Tensor, channel_dim: int) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
-    """**Raises** TypeError or ValueError unless `tensor` is a strided float tensor on the device of x, and neither a
-    DTensor nor a NestedTensor."""
+    """**Raises** TypeError or ValueError unless `tensor` is a strided float tensor on the device of x. DTensors and
+    NestedTensors are refused."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected {name} to be a float tensor, got {type(tensor).__name__}; use torch.as_tensor")
     if tensor.dtype not in SUPPORTED_DTYPES:
@@ -252,8 +254,8 @@ def check_storage(tensors: Iterable[Tensor | None]) -> None:
 
 
 def check_writable(name: str, buffer: Tensor | None) -> None:
-    """**Raises** ValueError or TypeError unless this buffer can be updated in place. (Tensor subclasses raise errors of
-    their own.)"""
+    """**Raises** ValueError or TypeError unless this buffer can be updated in place. A Tensor subclass is not checked,
+    because its own operators raise errors."""
     if buffer is None or (isinstance(buffer, Tensor) and not _is_plain(buffer)):
         return
     if not isinstance(buffer, Tensor) or buffer.dtype == torch.bool:
@@ -270,11 +272,12 @@ def check_writable(name: str, buffer: Tensor | None) -> None:
 
 
 def require_two_values(num_values: Tensor | float, x: Tensor) -> None:
-    """**Raises** F.batch_norm's ValueError if there is one value per channel over all ranks of the group.
+    """**Raises** F.batch_norm's ValueError if there is only one value per channel over all ranks of the group.
 
-    `num_values` is an int if the shape of x determines it: on one rank without a mask. Nothing is raised for a tensor
-    that the host cannot read without waiting for a GPU (with several ranks a later call raises, see ranks/status.py),
-    without breaking a compiled graph, or at all (a FakeTensor or a tensor of torch.func).
+    `num_values` is a number if the shape of x determines it (on one rank without a mask), otherwise a tensor of shape
+    (). A tensor on a GPU is not checked, because the host would have to wait for the GPU; with several ranks a later
+    call raises, see ranks/status.py. A tensor in a compiled graph is not checked, because reading it would break the
+    graph. A FakeTensor or a tensor of torch.func is not checked, because it cannot be read.
     """
     if isinstance(num_values, Tensor):
         if is_compiling() or not num_values.is_cpu or type(num_values) is not Tensor or is_wrapped(num_values):
@@ -305,8 +308,8 @@ def check_device(name: str, tensor: Tensor, x: Tensor) -> None:
 
 
 def validated_eps(eps: float) -> float:
-    """Return `eps` as a float. **Raises** TypeError unless it is a number, ValueError unless it is positive and not too
-    large."""
+    """Return `eps` as a float. **Raises** TypeError if `eps` is not a number, and ValueError if it is not positive or
+    too large."""
     eps = to_float("eps", eps)
     check_eps(eps, training=True)
     return eps
@@ -314,14 +317,16 @@ def validated_eps(eps: float) -> float:
 
 def check_eps(eps: float, training: bool) -> None:
     """**Raises** ValueError unless `eps` is positive; in evaluation it may be 0."""
-    if not (eps > 0 or (eps == 0 and not training)):  # True for NaN.
+    if not (eps > 0 or (eps == 0 and not training)):  # This refuses NaN too.
         kind = "positive during training" if training else "non-negative"
         raise ValueError(f"batch_norm eps must be {kind}, but got {eps}")
 
 
 def to_float(name: str, number: object) -> float:
-    """Return `number` as a float. **Raises** TypeError unless it is a float or an int, ValueError if it is too
-    large."""
+    """Return `number` as a float. **Raises** TypeError if `number` is neither a float nor an int, and ValueError if it
+    is too large."""
+    if name == "momentum" and number is None:
+        raise TypeError("momentum=None needs a counter, num_batches_tracked; pass a float, or use a layer with one")
     if not isinstance(number, (float, int)):
         raise TypeError(f"{name} must be a float, got {number!r} of type {type(number).__name__}; pass float({name})")
     try:

@@ -41,10 +41,10 @@ Result = TypeVar("Result")
 Change: TypeAlias = tuple[nn.Module, type[nn.Module], Mapping[str, object]]
 
 NEVER_CONVERTED = "these layers stay, because they were built as syncbn layers: build them as nn.BatchNorm1d, 2d or 3d"
-OVERRIDDEN = "these layers stay, because layer.forward was replaced: delete that attribute and revert again"
+FORWARD_REPLACED = "these layers stay, because layer.forward was replaced: delete layer.forward and revert again"
 # Warnings about options that nn.BatchNorm does not have.
 LOST_OPTIONS = {
-    "fuse_relu": "these layers have lost their relu: put an nn.ReLU after each",
+    "fuse_relu": "these layers have lost their relu: put an nn.ReLU after each layer",
     "channel_last": "these layers take the channels in dim 1 again: permute their inputs and outputs",
 }
 
@@ -69,8 +69,8 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
         model: any module, also a single batch-norm layer. Convert before wrapping:
             DistributedDataParallel(convert_syncbn_model(model)).
         process_group: as in `SyncBatchNorm`. If an int is given and torch.distributed is initialised, the call is a
-            collective over ALL ranks of the default group. With None, layers keep the group of their nn.SyncBatchNorm
-            or SyncBatchNorm; `layer.process_group = None` resets it.
+            collective over ALL ranks of the default group. With None, an nn.SyncBatchNorm or SyncBatchNorm keeps its
+            group; `layer.process_group = None` resets the group.
         channel_last: the inputs of the converted layers have the channels in the last dim.
 
     Raises:
@@ -118,16 +118,17 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
 
     Args:
         model: any module, also a single layer.
-        target: nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d: the class for each nn.SyncBatchNorm, converted by
-            `convert_syncbn_model` or not. An nn.SyncBatchNorm does not record its original class, and the three classes
-            accept different numbers of dims; if a model needs several, revert its parts one by one. With None these
-            layers are nn.SyncBatchNorm again. Subclasses of nn.SyncBatchNorm stay.
+        target: nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d, the class for each nn.SyncBatchNorm, whether or not
+            `convert_syncbn_model` has converted the layer. An nn.SyncBatchNorm does not record its original class, and
+            the three classes accept different numbers of dims. If a model needs several classes, revert its parts one
+            by one. With None, a converted nn.SyncBatchNorm becomes an nn.SyncBatchNorm again. Subclasses of
+            nn.SyncBatchNorm stay.
 
     Raises:
         TypeError: `model` is not a module.
         ValueError: `target` is another class.
-        RuntimeError: a layer is wrapped by FSDP2's fully_shard; the process group of a layer that becomes an
-            nn.SyncBatchNorm does not exist.
+        RuntimeError: a layer is wrapped by FSDP2's fully_shard; a layer becomes an nn.SyncBatchNorm, and its process
+            group does not exist.
 
     An error leaves the model unchanged.
 
@@ -139,7 +140,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
     if target not in (None, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
     changes: list[Change] = []
-    warnings: dict[str, list[str]] = {}  # The names of the layers that each text concerns.
+    warnings: dict[str, list[str]] = {}  # For each text, the names of its layers.
     for name, layer in model.named_modules():
         new_class = vars(layer).get("_original_class", unconverted.unparametrized_class(layer))
         if new_class is nn.SyncBatchNorm and target is not None:
@@ -149,12 +150,12 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
                 warnings.setdefault(NEVER_CONVERTED, []).append(name)
             continue
         if "forward" in vars(layer):
-            warnings.setdefault(OVERRIDDEN, []).append(name)
+            warnings.setdefault(FORWARD_REPLACED, []).append(name)
             continue
         _require_no_fsdp(name, layer, "revert_syncbn_model")
         if issubclass(new_class, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
             new_class = new_class.cls_to_become
-        # An nn.SyncBatchNorm holds a ProcessGroup. Its look-up may raise, so it comes before any change.
+        # An nn.SyncBatchNorm holds a ProcessGroup. `to_torch` may raise, so it is called before any change.
         needs_group = new_class is nn.SyncBatchNorm
         changes.append((layer, new_class, {"process_group": to_torch(layer._process_group)} if needs_group else {}))
         for option, lost in LOST_OPTIONS.items():
@@ -180,8 +181,7 @@ def _set_names(model: nn.Module) -> None:
 
 def _apply(changes: list[Change]) -> None:
     """Set the new class and attributes of each layer, or of none if an error occurs. The class that parametrize creates
-    for a layer is created again, as a subclass of the new class. The layer's __setattr__, which may refuse, is not
-    called."""
+    for a layer is created again, as a subclass of the new class."""
     with contextlib.ExitStack() as undo:
         for layer, new_class, attributes in changes:
             undo.callback(_set, layer, type(layer), dict(vars(layer)))
@@ -215,8 +215,8 @@ SYNC_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
 
 # Warnings about the forward of a converted subclass that does not synchronise.
 NO_BATCH_NORM_CALL = (
-    "calls neither super().forward nor F.batch_norm. If it uses the statistics of the batch, let it call one of them, "
-    "or syncbn.functional.sync_batch_norm."
+    "calls neither super().forward nor F.batch_norm. If it uses the statistics of the batch, let it call one of the "
+    "two, or syncbn.functional.sync_batch_norm."
 )
 NO_LAYER_TENSOR = (
     "calls F.batch_norm with none of the layer's weight, bias, running_mean and running_var. If that call uses the "
@@ -228,8 +228,8 @@ _class_cache = dict(SYNC_CLASSES)
 
 
 def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
-    """Return the synchronised class for layers of class `original`, a subclass of SyncBatchNorm and (except for
-    nn.SyncBatchNorm) of `original`."""
+    """Return the synchronised class for layers of class `original`. It is a subclass of SyncBatchNorm and, except for
+    nn.SyncBatchNorm, of `original`."""
     if original in _class_cache:
         return _class_cache[original]
     namespace = {"__doc__": original.__doc__, "__module__": original.__module__, "_syncbn_original": original}
@@ -242,14 +242,14 @@ def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
 
 
 def make_class(metaclass: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
-    """Create a class without calling the metaclass, which may register each class or need arguments. ABCMeta.__new__ is
-    called, because it gives each class the cache that `isinstance` needs."""
+    """Create a class without calling `metaclass`, which may register each class or need arguments. For subclasses of
+    ABCMeta, ABCMeta.__new__ is called, because it gives each class the cache that `isinstance` needs."""
     return (ABCMeta if issubclass(metaclass, ABCMeta) else type).__new__(metaclass, name, bases, namespace)
 
 
 class _SyncSubclass(SyncBatchNorm):
-    """The base of classes created at run time, which pickle cannot import: makes their instances copyable and
-    picklable."""
+    """The base of the classes created at run time. It makes their instances copyable and picklable, because pickle
+    cannot import these classes."""
 
     _syncbn_original: type[nn.Module]
 
@@ -261,14 +261,14 @@ class _SyncSubclass(SyncBatchNorm):
 
 
 class _SyncSubclassWithForward(_SyncSubclass):
-    """The base for originals with a forward of their own, in which F.batch_norm is synchronised."""
+    """The base for originals that define a forward. In this forward F.batch_norm is synchronised."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # torch.fx may pass one Proxy as all arguments of the traced module.
         first = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
         if isinstance(first, Proxy):
             return inputs.create_leaf(self, first.tracer, args, kwargs)
-        self._current_options()  # This resets the call site, and with it the signature, if a setting has changed.
+        self._current_options()  # If an option has changed, this resets the call site and with it the signature.
         replaced = ReplaceBatchNormMode(self)
         if not self.training or is_compiling():
             with replaced:
@@ -282,7 +282,8 @@ class _SyncSubclassWithForward(_SyncSubclass):
             layer_in_forward.reset(token)
         if self._synchronised_ranks != UNKNOWN_NUM_RANKS or replaced.saw_operators:
             return output
-        if sum(isinstance(module, SyncBatchNorm) for module in self.modules()) == 1:  # No part can have synchronised.
+        # Without a synchronised submodule, nothing in this layer can have synchronised.
+        if sum(isinstance(module, SyncBatchNorm) for module in self.modules()) == 1:
             vars(self)["_synchronised_ranks"] = 1
             _warn_on_several_ranks(self._syncbn_original.__qualname__, NO_BATCH_NORM_CALL, self._process_group)
         return output
@@ -291,7 +292,8 @@ class _SyncSubclassWithForward(_SyncSubclass):
 class ReplaceBatchNormMode(TorchFunctionMode):
     """Replaces F.batch_norm by `_batch_norm` of `layer` inside the context."""
 
-    saw_operators = False  # True after compiled code has run: it calls operators and sets no `_synchronised_ranks`.
+    # True after compiled code has run. Compiled code calls operators and does not set `_synchronised_ranks`.
+    saw_operators = False
 
     def __init__(self, layer: _SyncSubclass) -> None:
         super().__init__()
@@ -313,8 +315,7 @@ def _batch_norm(
     weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Replace a call of F.batch_norm in the forward of `layer`: in training, synchronise if the call belongs to the
-    layer."""
+    """Replace F.batch_norm in the forward of `layer`. In training, synchronise if the call belongs to the layer."""
     tensors = Tensors(input, None, weight, bias, running_mean, running_var)
     options = Options(momentum, eps, process_group=layer._process_group)
     try:
@@ -327,7 +328,7 @@ def _batch_norm(
             vars(layer)["_synchronised_ranks"] = layer._synchronised_ranks or 1
         try:
             return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        except RuntimeError:  # The error of torch may contain neither values nor a remedy.
+        except RuntimeError:  # torch's error may lack values and a remedy. `check` raises a better error.
             check(tensors, options, layer)
             raise
     except (RuntimeError, TypeError, ValueError) as error:
@@ -339,9 +340,10 @@ def _belongs_to_layer(layer: SyncBatchNorm, tensors: Tensors) -> bool:
     """Return whether a call of F.batch_norm passes the layer's weight, bias, running_mean or running_var, or a view of
     one; True if the layer has none of the four.
 
-    Shapes must not decide, because they differ between ranks: instance norm of one sample has the layer's channels.
+    Do not compare shapes. Instance norm calls F.batch_norm with an input of shape (1, N * C, ...), which has the C
+    channels of the layer on a rank with N = 1, and not on the other ranks.
     """
-    # A parametrized tensor is a property of the class, which computes a new tensor at each access.
+    # The property of a parametrized tensor computes a new tensor at each access.
     names = [name for name in PER_CHANNEL_NAMES if not hasattr(type(layer), name)]
     own = [tensor for name in names if isinstance(tensor := getattr(layer, name, None), Tensor)]
     passed = [tensor for tensor in tensors.per_channel().values() if isinstance(tensor, Tensor)]
@@ -350,7 +352,7 @@ def _belongs_to_layer(layer: SyncBatchNorm, tensors: Tensors) -> bool:
 
 @constant_in_graphs
 def _warn_on_several_ranks(kind: str, problem: str, spec: GroupSpec) -> None:
-    """Warn once that `kind`, the name of a class, does not synchronise, if its group has several ranks."""
+    """If the group has several ranks, warn once that the class named `kind` does not synchronise."""
     if size(spec) > 1:
         warn_once(f"syncbn is not synchronising: {kind}.forward {problem}")
 

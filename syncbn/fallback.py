@@ -2,8 +2,8 @@
 
 The fallback uses custom operators that wrap the kernels, or plain torch operations where operators cannot be used.
 Evaluation, and training on one rank without a mask, use F.batch_norm. Each pass sends the payload of the fast path, so
-ranks may take different paths. With operators the outputs are bit-identical to those of the fast path, otherwise equal
-up to rounding.
+ranks may take different paths. The outputs of the operators are bit-identical to those of the fast path. The outputs of
+torch operations are equal up to rounding.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor
 
 
 def train(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, Tensor]:
-    """Return y and the statistics, as `train` of step.py."""
+    """Return y and the statistics, like `train` in step.py."""
     tensors, options, reduction, wrap = prepare(tensors, options, caller)
     with profiler_range("syncbn.forward"), reduction.recording_errors():
         if reduction.group is None and not tensors.has_mask():
@@ -69,7 +69,7 @@ def train(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, T
             y, statistics = normalize(tensors, options, reduction)
             y = apply_to_output(y)
     # Compiled graphs drop the updates from the recompute of activation checkpointing. In eager mode the recompute runs
-    # the same operators as the forward, without effect.
+    # the same operators as the forward, but does not write the buffers.
     updates = is_compiling() or current_backward() == -1
     buffers = tensors.running_mean, tensors.running_var, tensors.counter
     update_buffers(*buffers, statistics, options.momentum, updates)
@@ -87,7 +87,7 @@ def prepare(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensors
         if reduction.group is not None or tensors.has_mask():
             require_float64(tensors.input)
         return tensors, options, reduction, wrap
-    except Exception as error:  # The class varies: a subclass's _check_input_dim may raise any exception.
+    except Exception as error:  # The _check_input_dim of a subclass may raise any exception.
         raise_on_all_ranks(error, tensors, options, reduction, "forward")
 
 
@@ -104,8 +104,9 @@ def apply_function(
 ) -> tuple[Tensor, ...]:
     """Return the outputs of an autograd Function whose first argument is not a tensor.
 
-    Under vmap and forward mode, call its forward directly: the operations in it have rules, the Function has none. Do
-    the same in a graph without gradients, where Dynamo (torch 2.13) would pass a context to the forward.
+    Under vmap and forward mode, call the forward of the Function directly, because the operations in the forward have
+    rules and the Function has none. Call it directly in a graph without gradients too, because Dynamo (torch 2.13)
+    would pass a context to the forward.
     """
     if is_compiling():
         differentiates = torch.is_grad_enabled() and requires_grad(*tensors)
@@ -119,14 +120,16 @@ def apply_function(
 def select_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: Tensor | None) -> reference.BackEnd:
     """Select the back end of the fallback for a call with the tensors x and `others`.
 
-    Tensor subclasses, exported programs, vmap and forward mode (for which operators have no rules) get torch
-    operations. All other calls get the operators if there are kernels. This includes compiled graphs, because the code
-    that Inductor generates from torch operations takes 2 to 12 times as long on CPUs.
+    Tensor subclasses and exported programs get torch operations. Under vmap and forward mode calls get torch operations
+    too, because the operators have no rules for them. All other calls get the operators if there are kernels. Compiled
+    graphs get the operators too, because the code that Inductor generates from torch operations takes 2 to 12 times as
+    long on CPUs.
 
-    Operators have no gradient, so they must run inside an autograd Function. `apply_function` skips the Function when
-    no tensor requires grad, but inside torch.func Dynamo does not know whether one does. A graph therefore gets torch
-    operations if grad mode is on, as it is outside of a Function, and no tensor requires grad. (Dynamo of torch 2.11
-    leaves grad mode on inside the forward of a Function.)
+    Operators have no gradient, so a call that is differentiated must run them inside an autograd Function. In a graph
+    `apply_function` skips the Function if no tensor requires grad, but inside torch.func Dynamo does not know whether a
+    tensor requires grad. A graph therefore gets torch operations if grad mode is on and no tensor requires grad.
+    (Inside the forward of a Function grad mode is off. Dynamo of torch 2.11 leaves grad mode on there, but then a
+    tensor requires grad.)
     """
     if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return reference
@@ -147,7 +150,7 @@ def select_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: 
 
 @constant_in_graphs
 def _register_with_inductor() -> None:
-    """Register the operators with Inductor. If its private names have changed, Inductor inserts extra copies."""
+    """Register the operators with Inductor. If Inductor's private names have changed, it inserts extra copies."""
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from syncbn.kernels import inductor
 
@@ -155,7 +158,7 @@ def _register_with_inductor() -> None:
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
-    """Return whether vmap or forward mode is active, for which only torch operations have rules."""
+    """Return whether vmap or forward mode is active. Only torch operations have rules for them."""
     if inside_vmap_or_forward_mode():
         return True
     return not is_compiling() and any(tensor is not None and is_batched_gradient(tensor) for tensor in tensors)
@@ -166,12 +169,13 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """((config, reduction), x, weight, bias, residual, num_values) -> y, statistics.
+    """Normalise: ((config, reduction), x, weight, bias, residual, num_values) -> y, statistics.
 
     x is dense; the residual has the dtype, strides and shape of x. num_values, of shape (), is the n of this rank if a
     mask has been applied, else None. The statistics over all ranks, packed as in statistics.py, are not differentiable.
 
-    Saved for backward and collectives: as in step._Step; two all_reduces in backward with create_graph=True.
+    The tensors saved for backward are those of step._Step. The forward issues one all_reduce, and the backward one, or
+    two with create_graph=True.
     """
 
     @staticmethod
@@ -182,7 +186,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         config, reduction = call
         kernels = select_back_end(config, x, weight, bias, residual).Forward(config)
         sums = sum_over_ranks(kernels.forward_sums(x), reduction, "forward", num_values)
-        # Otherwise this rank has two or more values per channel.
+        # An unmasked x with more than C elements has two or more values per channel on this rank alone.
         if num_values is not None or x.numel() <= config.layout.sizes[1]:
             require_two_values(sums[-TRAILER_ELEMENTS], x)
         return kernels.forward_outputs((x, weight, bias, residual), sums)
@@ -208,20 +212,22 @@ def gradients(
     config: ForwardConfig, dy: Tensor | None, saved: Saved, needed: Needed, reduction: Reduction,
     num_values: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients from dy and the saved tensors, whose dtype or device saved_tensors_hooks may have changed.
+    """Return the gradients, computed from dy and the saved tensors. saved_tensors_hooks may have changed the dtype or
+    device of the saved tensors.
 
-    Issues one all_reduce, whichever gradients are needed, or two with create_graph=True. `num_values`, of shape (), is
-    the n of this rank if the saved statistics hold n = 1 instead; the all_reduce then sums n too. The caller must call
-    `record_error` if this function raises.
+    Issues one all_reduce, whichever gradients are needed, or two with create_graph=True. If the n in the saved
+    statistics is a placeholder of 1, pass the n of this rank as `num_values`, of shape (). The all_reduce then sums
+    `num_values` too. The caller must call `record_error` if this function raises.
     """
     x, weight, statistics, y = saved
     dy = torch.zeros_like(x) if dy is None else dy
-    # Without a relu the gradient of the residual is dy itself, not a view: autograd may add to a view in place.
+    # Without a relu the gradient of the residual is dy itself. It must not be a view of dy, because autograd may add
+    # another gradient to the view in place, which would change dy.
     unmasked_dy = dy if needed[3] and y is None else None
     if is_plain_subclass(dy):
         dy = unwrap_tensor(dy)
 
-    def dense(tensor: Tensor) -> Tensor:  # In a backward that reads the strides of dy, Dynamo makes dy contiguous.
+    def dense(tensor: Tensor) -> Tensor:  # If a graph reads the strides of dy, Dynamo makes dy contiguous.
         return tensor if is_compiling() else config.layout.dense(tensor)
 
     y = None if y is None else dense(y.to(dy.dtype))
@@ -249,8 +255,8 @@ def _graph_grads(
 ) -> Gradients:
     """Return gradients that can be differentiated again. Issues two all_reduces.
 
-    The saved statistics are constants to autograd, so the first all_reduce computes mean and variance again from x. It
-    has a pass name of its own, because a rank without create_graph issues only the second.
+    The saved statistics are constants to autograd, so mean and variance are computed again from x, with an additional
+    all_reduce. This all_reduce has its own pass name, because a rank without create_graph does not issue it.
     """
     x, weight, statistics, y = saved
     kernels, num_values = reference.Forward(forward), statistics[3 * config.layout.sizes[1]].clamp(min=1)
@@ -279,9 +285,9 @@ def _graph_grads(
 def sum_over_ranks(sums: Tensor, reduction: Reduction, pass_name: str, num_values: Tensor | None = None) -> Tensor:
     """Return the sum of `sums` over the ranks, by one all_reduce, which may overwrite `sums`.
 
-    `sums` are float64 and end in a trailer, whose n is replaced by `num_values`, of shape (), if that is not None. In
-    eager mode with gradients the result is differentiable any number of times: the gradient of a sum over ranks is a
-    sum over ranks, by one all_reduce too. **Raises** RuntimeError inside vmap and forward mode.
+    `sums` is float64 and ends in a trailer. `num_values`, of shape (), replaces the n in the trailer unless it is None.
+    In eager mode with gradients the result is differentiable any number of times: the gradient of a sum over ranks is
+    another sum over ranks, by another all_reduce. **Raises** RuntimeError inside vmap and forward mode.
     """
     if num_values is not None:
         sums = torch.cat((sums[:-TRAILER_ELEMENTS], num_values.double().view(1), sums[-SIGNATURE_ELEMENTS:]))
@@ -298,7 +304,7 @@ def sum_over_ranks(sums: Tensor, reduction: Reduction, pass_name: str, num_value
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """(sums, reduction, pass_name) -> the sums over all ranks. The last element is n, or 0 in derivative passes."""
+    """Sum over all ranks: (sums, reduction, pass_name) -> total. Its last element is n, or 0 in derivative passes."""
 
     @staticmethod
     def forward(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
@@ -323,13 +329,14 @@ def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tenso
     tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
     if is_masked_batch:  # F.batch_norm cannot leave values out of the statistics.
         check_eps(options.eps, training=True)
+        require_float64(tensors.input)
         return wrap(apply_to_output(normalize(make_dense(tensors, options), options, ONE_RANK)[0]))
     return wrap(apply_to_output(_torch_batch_norm(tensors, options, training=tensors.running_mean is None)))
 
 
 def train_single_rank(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the y of F.batch_norm, and the statistics of this rank's batch, packed as in statistics.py, for checked
-    arguments without a mask."""
+    """Return the output of F.batch_norm, and the statistics of this rank's batch, packed as in statistics.py. The
+    arguments have been checked and have no mask."""
     x = tensors.input
     # With a momentum of 1, F.batch_norm stores the mean and the unbiased variance of the batch in these tensors.
     mean, var = (x.new_zeros(x.shape[options.channel_dim], dtype=compute_dtype(x.dtype)) for _ in range(2))
@@ -367,7 +374,7 @@ def plain_batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
     bias: Tensor | None, training: bool, momentum: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Compute F.batch_norm with the same checks by torch.batch_norm, which `ReplaceBatchNormMode` does not replace."""
+    """Compute F.batch_norm, including its checks. torch.batch_norm is not replaced by `ReplaceBatchNormMode`."""
     check_eps(eps, training)
     if training and input.numel() == input.shape[1] > 0:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
@@ -381,8 +388,8 @@ def raise_on_all_ranks(
     """Join the all_reduce of the other ranks with n = NaN, so that every rank raises, and raise `error`.
 
     On GPUs the other ranks raise at a later call. Only this rank raises in a compiled graph, in a trace of torch.fx, on
-    a GPU without Triton, or if no argument determines the number of channels. In eager mode the error is then part of
-    this rank's position report.
+    a GPU without Triton, or if no argument determines the number of channels. In eager mode the reports of the
+    other ranks contain `error` in these cases.
     """
     refuse_proxies(tensors)
     num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
@@ -396,12 +403,13 @@ def raise_on_all_ranks(
         with reduction.recording_errors():
             reduction.sign_and_all_reduce(sums, pass_name, error)
         raise AssertionError("internal error: no rank reported the bad argument") from error
-    finally:  # The traceback of `error` holds this frame. The reference cycle would keep the process group alive.
+    finally:  # The traceback of `error` holds this frame. This reference cycle would keep the group alive.
         del error
 
 
 def _likely_channels(tensors: Tensors, options: Options) -> int | None:
-    """Return the number of channels of most arguments (one of which is wrong), or None if no argument has channels."""
+    """Return the number of channels of most arguments, because one argument may be wrong. Return None if no argument
+    has channels."""
     per_channel = [tensor for tensor in tensors.per_channel().values() if isinstance(tensor, Tensor)]
     votes = [tensor.numel() for tensor in per_channel if not is_lazy(tensor)]
     if not votes and isinstance(options.num_channels, Integral) and options.num_channels > 0:

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from syncbn import fallback
-from syncbn.arguments import Options, Tensors, check_channels, check_input, check_like_input, check_storage
+from syncbn.arguments import (
+    Options,
+    Tensors,
+    check_channels,
+    check_input,
+    check_like_input,
+    check_storage,
+    require_float64,
+)
 from syncbn.inputs import apply_mask, make_dense
 from syncbn.kernel_cache import forward_config
 from syncbn.kernels.interface import TRAILER_ELEMENTS, ForwardConfig, Layout
@@ -40,57 +48,56 @@ def sync_batch_norm(
     fuse_relu: bool = False,
     mask: Tensor | None = None,
 ) -> Tensor:
-    r"""F.batch_norm over the joint batch of all ranks of a process group.
+    r"""Compute F.batch_norm over the joint batch of all ranks of a process group.
 
         y = (x - mean) / sqrt(var + eps) * weight + bias  (+ z)  (then relu)
 
     With `training`, mean and the biased var are taken per channel over every dim except `channel_dim`, and over all
     ranks (Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167). The running statistics are updated in place, with
     the unbiased variance: running = (1 - momentum) * running + momentum * statistic. Without `training`, the function
-    is F.batch_norm with the running statistics, and does not communicate.
+    computes F.batch_norm with the running statistics, and does not communicate.
 
-    Issues one all_reduce of 8 * (2C + 4) bytes in forward and one in backward, or none with one rank or without a
-    process group. The bytes contain a signature, by which ranks detect that they are in different layers. (With gloo,
-    on CPU, among at most 16 ranks and for at most 64 kB, the all_reduce is one all_to_all_single that sends as many
-    bytes to each rank.) Every rank of the group must make the same calls in the same order. The gradients of weight and
-    bias are this rank's share; their sum over the ranks is that of the full batch (DistributedDataParallel averages
-    them).
+    Issues one all_reduce of 8 * (2C + 4) bytes in forward and one in backward. With one rank or without a process group
+    it issues none. The bytes contain a signature, by which ranks detect that they are in different layers. (Up to 16
+    ranks and 64 kB, gloo on CPU uses one all_to_all_single instead, in which each rank sends these bytes to every other
+    rank.) Every rank of the group must make the same calls in the same order. The gradients of weight and bias are this
+    rank's share: their sum over the ranks is the gradient of the full batch (DistributedDataParallel averages them).
 
     Args:
         input: (N, C, ...) or, with `channel_dim=-1`, (N, ..., C), of float16, bfloat16, float32 or float64, with at
-            least 2 dims. All sizes except C may differ between ranks and be 0. `requires_grad` of the input may differ
-            while weight or bias requires grad. Otherwise, and for second derivatives, it must agree on all ranks, or
-            backward hangs. For a NestedTensor or DTensor the error shows what to pass instead.
-        running_mean, running_var: (C,), of any float dtype, both or neither. A batch without values on any rank does
-            not change them.
+            least 2 dims. All sizes except C may differ between ranks and be 0. If neither weight nor bias requires
+            grad, or for second derivatives, all ranks must pass the same `requires_grad` of the input, or backward
+            hangs. In all other cases `requires_grad` may differ. For a NestedTensor or DTensor the error shows what to
+            pass instead.
+        running_mean, running_var: (C,), of any float dtype, both or neither. If no rank has a value, the running
+            statistics do not change.
         weight, bias: (C,), of any float dtype, each optional.
         training: synchronise, and normalise with the statistics of this batch.
         momentum: weight of this batch in the running statistics, a number or a 0-d tensor.
         eps: constant added to the variance, > 0, or >= 0 without `training`.
         process_group: None (the default group), a ProcessGroup, or an int (groups of that many consecutive ranks).
         channel_dim: dim of the channels; a negative dim counts from the last.
-        z: residual of the input's shape, added before the relu. Another float dtype is first converted to the input's.
+        z: residual of the input's shape, added before the relu. It is first converted to the input's dtype.
         fuse_relu: apply relu last.
         mask: bool, True for each value of the input that counts: (N,), or the input's shape without the channel dim,
-            where a size of 1 is broadcast. The other values may be anything, including NaN; outputs and gradients are 0
-            there.
+            where a size of 1 is broadcast. Where the mask is False, the input may be anything, including NaN, and the
+            output and the gradients are 0.
 
     Returns:
-        Tensor of the input's shape and dtype, with the strides of F.batch_norm's output: channels_last if an input of 4
-        or 5 dims is, otherwise contiguous.
+        Tensor of the input's shape and dtype. It has the strides of F.batch_norm's output: channels_last for a 4-D or
+        5-D input in channels_last, otherwise contiguous.
 
-    The recompute of a forward by activation checkpointing, inside a backward, does not update the running statistics
-    again.
+    When activation checkpointing recomputes a forward in a backward, the running statistics are not updated again.
 
     Raises:
-        RuntimeError: in eager mode, the all_reduce has failed or timed out; the error lists the layer, pass and call of
-            every rank. Also if ranks are in different layers, on GPUs at a later call.
-        ValueError, TypeError: an argument is invalid; no buffer has been changed. In eager mode every rank raises. The
-            errors of the other ranks, on GPUs at a later call, name the faulty ranks. This requires that most of
-            running_mean, running_var, weight, bias and the input have the same C; if none has a C, only the faulty rank
-            raises.
-        ValueError: there is one value per channel over all ranks. Compiled graphs over several ranks, and calls with a
-            mask in a graph or on one GPU, do not raise, but leave running_var unchanged.
+        RuntimeError: in eager mode, the all_reduce has failed or timed out, or ranks are in different layers (raised on
+            GPUs at a later call). The error lists the layer, pass and call of every rank.
+        ValueError, TypeError: an argument is invalid. No buffer is changed. In eager mode every rank raises: the other
+            ranks raise an error that names the faulty ranks, on GPUs at a later call. The faulty rank joins the
+            all_reduce with the C of most of running_mean, running_var, weight, bias and the input. If none has a C,
+            only the faulty rank raises.
+        ValueError: there is only one value per channel over all ranks. Compiled graphs over several ranks, and calls
+            with a mask in a graph or on one GPU, do not raise this error. They leave running_var unchanged.
 
     >>> x = torch.tensor([[1.0, 10.0], [3.0, 30.0]])  # (N, C) on the only rank
     >>> sync_batch_norm(x, None, None, training=True)
@@ -102,7 +109,7 @@ def sync_batch_norm(
     options = Options(momentum, eps, channel_dim, fuse_relu, process_group=spec)
     if training:
         return train(tensors, options, _SYNC_BATCH_NORM)[0]
-    if running_mean is None and running_var is None:  # evaluate refuses one of them without the other
+    if running_mean is None and running_var is None:  # `evaluate` refuses one of the two without the other.
         raise ValueError("running_mean must be defined in evaluation mode; or pass training=True")
     return fallback.evaluate(tensors, options)
 
@@ -125,41 +132,46 @@ def batch_norm_backward(
         grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight
         grad_bias  = sum dy            grad_weight = sum dy * (x - mean) * invstd             (sums over this rank)
 
-    In training, issues one all_reduce of 8 * (2C + 4) bytes (the sums of mean_dy and mean_dy_xmu, and n), or none with
-    one rank or without a process group. With `training=False` the statistics are constants: grad_input = dy * invstd *
-    weight, without communication.
+    In training, issues one all_reduce of 8 * (2C + 4) bytes: sum dy, sum dy * (x - mean), and n. With one rank or
+    without a process group it issues none. With `training=False` the statistics are constants, so
+    grad_input = dy * invstd * weight, without communication.
 
     Args:
-        grad_output, input: dy and x, of one shape, (N, C, ...) or with the channels in `channel_dim`, and of float16,
-            bfloat16, float32 or float64.
-        mean, invstd: (C,), of the whole batch, in training the same on all ranks; invstd = 1 / sqrt(biased var + eps).
+        grad_output, input: dy and x, of the same shape: (N, C, ...), or with the channels in `channel_dim`. Each is
+            float16, bfloat16, float32 or float64.
+        mean, invstd: (C,), the statistics of the whole batch, in training the same on all ranks;
+            invstd = 1 / sqrt(biased var + eps).
         weight: (C,), or None for 1.
         process_group, channel_dim: as in `sync_batch_norm`.
         training: False if the statistics did not depend on the input.
-        output_mask: which of the three gradients to compute; the others are None. The all_reduce does not depend on it.
+        output_mask: which of the three gradients to compute; the others are None. The all_reduce is issued in any case.
 
     Returns:
         (grad_input, grad_weight, grad_bias): grad_input has the shape and dtype of the input. grad_weight and grad_bias
-        are (C,), in the dtype of weight or, without weight, in float32 (float64 for a float64 input). The results have
-        no graph: for second derivatives differentiate `sync_batch_norm`.
+        are (C,), in the dtype of weight or, without weight, in float32 (float64 for a float64 input). The results
+        have no graph: for second derivatives differentiate `sync_batch_norm`.
 
     Raises:
         RuntimeError: as in `sync_batch_norm`.
-        ValueError, TypeError: an argument is invalid. In eager mode every rank raises if mean has shape (C,).
+        ValueError, TypeError: an argument is invalid. In eager mode every rank raises if `mean` has shape (C,).
     """
     reduction: Reduction = ONE_RANK
     if training:
         reduction = select_reduction(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
     try:
-        needs_input, needs_weight, needs_bias = output_mask
+        needs = (*output_mask,)
+        if len(needs) != 3:
+            raise ValueError(f"output_mask must be three bools, for input, weight and bias, got {output_mask!r}")
+        needs_input, needs_weight, needs_bias = needs
         check_input(input, channel_dim)
         check_like_input("grad_output", grad_output, input)
         per_channel = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
         check_channels(input, channel_dim, None, per_channel)
+        require_float64(input)
         if not is_compiling():
             check_storage((grad_output, input, *per_channel.values()))
         reason_forced()  # checks the environment variables
-    except Exception as error:  # The class varies: a Tensor subclass may raise any exception.
+    except Exception as error:  # The code of a Tensor subclass may raise any exception.
         tensors = Tensors(input, weight=weight, running_mean=mean, running_var=invstd)
         fallback.raise_on_all_ranks(error, tensors, Options(channel_dim=channel_dim), reduction, "backward")
 
@@ -169,7 +181,7 @@ def batch_norm_backward(
             weight = torch.ones_like(mean, dtype=compute_dtype(input.dtype))
         mean, invstd = mean.double(), invstd.double()
         num_values = mean.new_full((), layout.sizes[0] * layout.sizes[2])
-        # The var is unused. `gradients` sums `num_values` over the ranks, because n is 1 here.
+        # The variance is not used. n = 1 is a placeholder: `gradients` divides by the sum of `num_values` itself.
         statistics = pack(mean, torch.zeros_like(mean), invstd, mean.new_ones(1))
         config = ForwardConfig(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
         needed = needs_input and training, needs_weight, needs_bias, False
@@ -184,26 +196,26 @@ def batch_norm_backward(
 def sync_batch_stats(
     input: Tensor, process_group: ProcessGroupLike = None, *, channel_dim: int = 1, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Return the mean, the biased variance and the values per channel, over all ranks of a process group.
+    r"""Return the mean, the biased variance and the number of values per channel, over all ranks of a group.
 
         forward   n = sum_r n_r      mean = sum_r sum x / n      var = max(0, sum_r sum x^2 / n - mean^2)
         backward  grad_input = (sum_r dmean_r + 2 * (x - mean) * sum_r dvar_r) / n
 
     This is for losses and layers that need the statistics of the batch. The results are bit-identical on all ranks and
-    differentiable any number of times; each derivative is that of the sum of the ranks' losses. If every rank computes
-    the same loss from the results, divide the loss by the number of ranks, unless DistributedDataParallel averages the
-    gradients.
+    differentiable any number of times. The gradients are those of the sum of the losses of all ranks. If every rank
+    computes the same loss from the results, divide the loss by the number of ranks, unless DistributedDataParallel
+    averages the gradients.
 
-    Issues one all_reduce of 8 * (2C + 4) bytes in forward and one in backward, also with create_graph=True, or none
-    with one rank or without a process group. Every rank of the group must make the same calls in the same order, also
-    in backward: `requires_grad` of the input must agree on all ranks.
+    Issues one all_reduce of 8 * (2C + 4) bytes in forward and one in backward, also with create_graph=True. With one
+    rank or without a process group it issues none. Every rank of the group must make the same calls in the same order,
+    also in backward, so `requires_grad` of the input must agree on all ranks.
 
     Args:
-        input, process_group, channel_dim, mask: as in `sync_batch_norm`. One value per channel is no error.
+        input, process_group, channel_dim, mask: as in `sync_batch_norm`. One value per channel is not an error.
 
     Returns:
         (mean, var, count): mean and var are (C,), in float32 (float64 for a float64 input), and 0 if no rank has a
-        value. count, of shape () and int64, is n, without a gradient. The unbiased variance is
+        value. count is n, an int64 tensor of shape () without a gradient. The unbiased variance is
         var * count / (count - 1). All three are plain tensors.
 
     Raises:
@@ -217,6 +229,7 @@ def sync_batch_stats(
     """
     options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
     tensors, options, reduction, _ = fallback.prepare(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
+    require_float64(tensors.input)  # also on one rank
     with profiler_range("syncbn.forward"), reduction.recording_errors():
         tensors = make_dense(apply_mask(tensors, channel_dim)[0], options)
         x = tensors.input
@@ -225,17 +238,17 @@ def sync_batch_stats(
     count = sums[-TRAILER_ELEMENTS].detach()
     mean, mean_square = (sums[:-TRAILER_ELEMENTS] / count.clamp(min=1)).chunk(2)
     var = mean_square - mean.square()
-    var = var + (var.clamp(min=0) - var).detach()  # the clamp must not stop the gradients of a constant channel
+    var = var + (var.clamp(min=0) - var).detach()  # The clamp must not stop the gradients of a constant channel.
     mean, var = (values.to(compute_dtype(x.dtype)) for values in (mean, var))
     return mean, var, count.to(torch.int64)
 
 
 class _Sums(torch.autograd.Function):
-    """((config, reduction), x, num_values) -> sum x, sum x^2 and the trailer, over all ranks, float64 (2C + 4,).
+    """Sum over all ranks: ((config, reduction), x, num_values) -> float64 (2C + 4,), sum x, sum x^2 and the trailer.
 
-    The arguments are those of fallback.SyncBatchNormFunction. Saved for backward: x and the sums. Collectives: one
-    all_reduce each way. The gradient is d(sum x) + 2 x d(sum x^2), with x computed as center + (x - center). The
-    constant center changes neither the gradient nor its derivatives.
+    The arguments are those of fallback.SyncBatchNormFunction. x and the sums are saved for backward. Forward and
+    backward issue one all_reduce each. The gradient is d(sum x) + 2 x d(sum x^2), with x computed as
+    center + (x - center). The constant center changes neither the gradient nor its derivatives.
     """
 
     @staticmethod
@@ -266,7 +279,7 @@ class _Sums(torch.autograd.Function):
                 ctx.reduction.forward_total = None
             # at_center + slope * (x - center) is the output of a batch norm with mean `center`, variance 0 and eps 1.
             config = ctx.config._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
-            x = config.layout.dense(x.to(config.dtype))  # saved_tensors_hooks may have changed x.
+            x = config.layout.dense(x.to(config.dtype))  # saved_tensors_hooks may have changed it.
             sums = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_ELEMENTS)))
             kernels = fallback.select_back_end(config, x, slope).Forward(config)
             return None, kernels.forward_outputs((x, slope, at_center, None), sums)[0], None

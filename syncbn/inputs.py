@@ -3,11 +3,11 @@
 If the output must be wrapped or masked too, the functions also return a function that does so.
 
 The output is computed on plain tensors. Afterwards __torch_function__ of the inputs' classes (such as MONAI's
-MetaTensor) receives the output, so these classes cannot change which collectives this rank issues.
+MetaTensor) receives the output, so the classes cannot change which collectives this rank issues.
 
 A call inside torch.fx becomes a leaf of the graph if possible. torch.fx.Tracer traces through modules from outside of
 torch.nn (`is_leaf_module`), so the forward of a synchronised layer creates the leaf itself. Other tracers get an error
-with a remedy. Nothing here communicates, because often only one rank traces.
+with a remedy. Tracing does not communicate, because often only one rank traces.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def identity(output: Tensor) -> Tensor:
 
 def unwrap_and_mask(tensors: Tensors, options: Options) -> tuple[Tensors, Options, OutputWrapper]:
     """Unwrap the tensors, see `unwrap`, and apply the mask. **Raises** TypeError if a tensor cannot be unwrapped, and
-    any exception for a bad argument; the fallback then takes the call and raises a clear error."""
+    any exception for a bad argument. After an exception the fallback takes the call and raises a clear error."""
     tensors, options, wrap = unwrap(tensors, options)
     if not PLAIN_OR_NONE.issuperset(map(type, tensors)):
         raise TypeError("a tensor is not plain")
@@ -49,26 +49,26 @@ def unwrap_and_mask(tensors: Tensors, options: Options) -> tuple[Tensors, Option
 
 
 def is_plain_subclass(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether this is a Tensor subclass without a __torch_dispatch__, so that its values are in its storage."""
+    """Return whether this is a Tensor subclass that defines no __torch_dispatch__. Its values are in its storage."""
     if type(tensor) in PLAIN_OR_NONE or not isinstance(tensor, Tensor) or isinstance(tensor, UninitializedTensorMixin):
         return False
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def unwrap_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor as a Tensor, without calling __torch_function__ of its class."""
+    """Return the tensor as a plain torch.Tensor, without calling the __torch_function__ of its subclass."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(Tensor)
 
 
 def unwrap(tensors: Tensors, options: Options) -> tuple[Tensors, Options, OutputWrapper]:
-    """Return the arguments with plain tensors in place of those that `is_plain_subclass` accepts, and a function that
-    passes the output to __torch_function__ of the classes of F.batch_norm's inputs."""
+    """Unwrap each tensor that `is_plain_subclass` accepts. Also return a function that passes the output, with the
+    original inputs, to `batch_norm`."""
     if is_compiling() or PLAIN_OR_NONE.issuperset(map(type, tensors)):  # Dynamo cannot trace as_subclass.
         return tensors, options, identity
     x, check = tensors.input, options.check_input_dim
     if check not in TORCH_DIM_CHECKS and is_plain_subclass(x):
-        # A check that is not torch's may read more than the number of dims, so it gets the tensor of the user.
+        # A check of the user may read more than the number of dims, so it gets the original tensor.
         options = replace(options, check_input_dim=lambda layer, _: check(layer, x))
     inputs = x, tensors.running_mean, tensors.running_var, tensors.weight, tensors.bias, tensors.z
     unwrapped = Tensors._make(unwrap_tensor(each) if is_plain_subclass(each) else each for each in tensors)
@@ -76,9 +76,11 @@ def unwrap(tensors: Tensors, options: Options) -> tuple[Tensors, Options, Output
 
 
 def batch_norm(*inputs: Tensor | None, output: Tensor) -> Tensor:
-    """Return `output`, unless __torch_function__ of an input's class returns something else.
+    """Let the __torch_function__ of the inputs' classes process `output`, which has been computed already.
 
-    F.batch_norm itself cannot be passed to __torch_function__, which by default calls the function it is given.
+    __torch_function__ receives this function as its `func`. It does not receive F.batch_norm, because by default
+    __torch_function__ calls `func`, and the batch norm would be computed a second time. If no class has a
+    __torch_function__ of its own, `output` is returned unchanged.
     """
     if has_torch_function(inputs):
         return handle_torch_function(batch_norm, inputs, *inputs, output=output)
@@ -86,8 +88,9 @@ def batch_norm(*inputs: Tensor | None, output: Tensor) -> Tensor:
 
 
 def apply_mask(tensors: Tensors, channel_dim: int) -> tuple[Tensors, OutputWrapper]:
-    """Return the tensors with x = 0 where the mask is False and with `num_values` in place of the mask, and a function
-    that sets the output to 0 there. The gradients there become 0 too. **Raises** as `check_mask`."""
+    """Return the tensors with x = 0 where the mask is False, and with `num_values` instead of the mask. Also return a
+    function that sets the output to 0 where the mask is False. The gradients become 0 there too. **Raises** the errors
+    of `check_mask`."""
     if tensors.mask is None:
         return tensors, identity
     x, mask = tensors.input, tensors.mask
@@ -102,8 +105,9 @@ def apply_mask(tensors: Tensors, channel_dim: int) -> tuple[Tensors, OutputWrapp
 
 
 def make_dense(tensors: Tensors, options: Options) -> Tensors:
-    """Return the tensors with x and z non-overlapping and dense in one layout. A z of floats gets the dtype of x."""
-    resolve_neg = identity if is_compiling() else Tensor.resolve_neg  # Dynamo would only add an operator.
+    """Return the tensors with x and z non-overlapping and dense in one layout. A floating-point z is converted
+    to the dtype of x."""
+    resolve_neg = identity if is_compiling() else Tensor.resolve_neg  # Under Dynamo it adds an operator.
     x, z = resolve_neg(tensors.input), tensors.z
     layout = Layout.of(x, options.channel_dim)
     if z is not None and z.dtype in SUPPORTED_DTYPES:
@@ -115,7 +119,7 @@ def create_leaf(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: di
     """Add a node `call_module` for this call of `layer` to the graph, and return the Proxy of the node.
 
     **Raises** TraceError if the call runs more than syncbn's own forward. Code around that forward, such as
-    `super().forward(x) * 2`, is traced itself, and the leaf would run it again.
+    `super().forward(x) * 2`, is traced too, and the leaf would run that code a second time.
     """
     path, reason = tracer.path_of_module(layer) if isinstance(tracer, Tracer) else "", None
     forward = getattr(layer.forward, "__func__", None)

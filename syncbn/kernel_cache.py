@@ -31,8 +31,8 @@ _metadata = attrgetter("shape", "dtype", "device")
 class Cache(Generic[Value]):
     """A cache of values that depend only on a config and on the dtypes, devices, sizes and strides of tensors.
 
-    The key is the config, the shape of the first tensor and which tensors are None. A guard compares the rest of the
-    metadata.
+    The key is the config, the shape of the first tensor, and for each tensor whether it is None or a NestedTensor. A
+    guard compares the rest of the metadata.
     """
 
     def __init__(self, select: Callable[..., Value | None]) -> None:
@@ -40,19 +40,19 @@ class Cache(Generic[Value]):
         self.entries: dict[tuple[object, ...], tuple[tuple[Guard, Value], ...]] = {}
 
     def get(self, config: Hashable, tensors: tuple[Any, ...], *arguments: Any) -> Value | None:
-        """Return the cached value whose guard accepts the tensors; None if the storage of a tensor was freed. Without
-        such a value, return `select(tensors, *arguments)`, and cache the result unless it is None.
+        """Return the cached value whose guard accepts the tensors, or None if the storage of a tensor was freed. If no
+        guard accepts them, return `select(tensors, *arguments)`, and cache the result unless it is None.
 
         **Raises** any exception if the first tensor is not a Tensor, or if the config is not hashable.
         """
         present = [*filter(_is_present, tensors)]
-        # A guard for strided tensors would abort on a NestedTensor. `is_nested` keeps NestedTensors under keys of their
-        # own, which stay empty.
+        # A guard for strided tensors would abort on a NestedTensor. `is_nested` separates the keys of NestedTensors;
+        # nothing is cached for them.
         key = config, tensors[0].shape, *map(getattr, tensors, _IS_NESTED, _NONE)
         for guard, value in self.entries.get(key, ()):
             if guard(*present):
-                # A guard does not detect freed storage. The address of a tensor in freed storage is its offset: 0, or
-                # more in a view, for example of a flat parameter.
+                # A guard does not detect freed storage. data_ptr() of a tensor in freed storage is the storage offset
+                # in bytes: 0, or more if the tensor is a view, for example of a flat parameter.
                 may_be_freed = 0 in map(Tensor.data_ptr, present) or any(map(Tensor.storage_offset, present))
                 return None if may_be_freed and any_freed(present) else value
         for index, tensor in enumerate(tensors):
@@ -88,8 +88,8 @@ def _select_forward(tensors: tuple[Any, ...], options: Options) -> tuple[Forward
 
 
 def _select_backward(tensors: tuple[Any, ...], forward: ForwardConfig, needed: Needed) -> BackwardKernels | None:
-    """Select the kernels that compute the gradients `needed` from dy, with the strides of x, and from the saved x,
-    weight, statistics, and y or None. Return None if kernels cannot use a tensor, for example because
+    """Select the kernels that compute the gradients `needed`. `tensors` are dy, with the strides of x, and the saved
+    tensors: x, weight, statistics and y (or None). Return None if kernels cannot use a tensor, for example because
     saved_tensors_hooks have changed its dtype or device."""
     dy, x, weight, statistics, y = tensors
     if not (PLAIN_OR_NONE.issuperset(map(type, tensors)) and _are_readable(tensors)):
@@ -108,7 +108,7 @@ def _select_backward(tensors: tuple[Any, ...], forward: ForwardConfig, needed: N
     return None if back_end is None else back_end.Backward.cached(config)
 
 
-# The config of a forward is the `cache_key` of its options; that of a backward is the forward kernels and `needed`.
+# As `config`, forward_cache gets the `cache_key` of the options; backward_cache gets the forward kernels and `needed`.
 forward_cache, backward_cache = Cache(_select_forward), Cache(_select_backward)
 
 
@@ -132,8 +132,8 @@ def backward_config(config: ForwardConfig, dy: Tensor, weight: Tensor | None, ne
 
 
 def _are_readable(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether each tensor stores its values at its address, and autograd can save it (an inference tensor only
-    in inference mode)."""
+    """Return whether kernels can read each tensor at its data pointer, and autograd can save each tensor (an inference
+    tensor only in inference mode)."""
     present = [tensor for tensor in tensors if tensor is not None]
     if any(t.layout != torch.strided or t.is_neg() or is_zero_tensor(t) or is_wrapped(t) for t in present):
         return False
@@ -142,7 +142,7 @@ def _are_readable(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:
-    """Return whether no tensor must be copied into this layout."""
+    """Return whether all tensors are dense in this layout, so that no copy is needed."""
     return all(tensor is None or layout.dense(tensor) is tensor for tensor in tensors)
 
 

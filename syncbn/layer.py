@@ -1,4 +1,4 @@
-"""Defines the layer, with the parameters and buffers of nn.BatchNorm, and `accumulate_running_stats`."""
+"""Defines the synchronised layers and `accumulate_running_stats`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -23,7 +23,8 @@ from syncbn.step import train
 from syncbn.texts import quote_path
 from syncbn.torch_internals import PLAIN_CLASSES, current_backward, is_compiling
 
-UNKNOWN_NUM_RANKS = 0  # `_synchronised_ranks` while it is unknown whether a subclass's forward has synchronised.
+# The value of `_synchronised_ranks` while it is not known whether the forward of a subclass has synchronised.
+UNKNOWN_NUM_RANKS = 0
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -33,17 +34,18 @@ class SyncBatchNorm(_BatchNorm):
 
     In training, mean and var are taken per channel over every dim except the channel dim, and over all ranks: W ranks
     compute what one rank would compute for the concatenated batch (Ioffe & Szegedy 2015,
-    https://arxiv.org/abs/1502.03167; arguments as in apex). In evaluation, the layer is F.batch_norm with the running
-    statistics or, with `track_running_stats=False`, with the statistics of this rank's batch, and does not communicate.
+    https://arxiv.org/abs/1502.03167; arguments as in apex). In evaluation, the layer does not communicate. It computes
+    F.batch_norm with the running statistics or, if `track_running_stats=False`, with the statistics of this rank's
+    batch.
 
-    Parameters, buffers and state_dict are those of nn.BatchNorm: weight, bias, running_mean and running_var
-    (num_features,), num_batches_tracked (). The running statistics are bit-identical on all ranks.
+    Parameters, buffers and state_dict are those of nn.BatchNorm: weight, bias, running_mean and running_var of shape
+    (num_features,), and num_batches_tracked of shape (). The running statistics are bit-identical on all ranks.
 
     Args:
         num_features: number of channels C of the input, > 0.
         eps: constant added to the variance, > 0.
         momentum: weight of a batch in the running statistics: running = (1 - momentum) * running + momentum *
-            statistic. With None they are the average over all batches.
+            statistic. With None the running statistics are averages over all batches.
         affine: learn weight and bias.
         track_running_stats: keep running statistics, and use them in evaluation.
         process_group: ranks to synchronise: None (the default group, looked up at each call), a ProcessGroup, or an int
@@ -68,7 +70,8 @@ class SyncBatchNorm(_BatchNorm):
     # not read the name: Dynamo would guard on it and recompile each repeated block.
     _syncbn_name: tuple[str, str] | None = None
     _process_group: GroupSpec = None
-    _options: tuple[tuple[object, ...], Options | None] = (), None  # The cached options, after the values in them.
+    # The values from which the cached options were built, and the cached options.
+    _options: tuple[tuple[object, ...], Options | None] = (), None
     # Replaces `train` inside a block of accumulate_running_stats.
     _train_override: Callable[[Tensors, Options, Any], tuple[Tensor, Tensor]] | None = None
 
@@ -101,8 +104,8 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def process_group(self) -> ProcessGroupLike:
-        """The `process_group` argument; None for the default group. If a ProcessGroup does not exist in this process,
-        because it was destroyed or the layer was loaded elsewhere, its ranks are shown instead."""
+        """The `process_group` argument; None for the default group. A ProcessGroup may not exist in this process,
+        because it was destroyed or the layer was loaded elsewhere. The property then shows the ranks of the group."""
         return groups.to_user(self._process_group)
 
     @process_group.setter
@@ -122,7 +125,9 @@ class SyncBatchNorm(_BatchNorm):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor, z: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Normalise `input`; in training over all ranks of the group, which must call their layers in the same order.
+        """Normalise `input`, in training over all ranks of the group.
+
+        In training, all ranks of the group must call their layers in the same order.
 
         Args:
             input: (N, C, ...), or (N, ..., C) with `channel_last`, of float16, bfloat16, float32 or float64. It has at
@@ -132,17 +137,17 @@ class SyncBatchNorm(_BatchNorm):
             mask: bool, True for each value that counts, as in `functional.sync_batch_norm`.
 
         Returns:
-            Tensor of the input's class, shape and dtype, with the strides of nn.BatchNorm's output: channels_last if an
-            input of 4 or 5 dims is, otherwise contiguous.
+            Tensor of the input's class, shape and dtype. It has the strides of nn.BatchNorm's output: channels_last for
+            a 4-D or 5-D input in channels_last, otherwise contiguous.
 
         Raises:
-            ValueError, TypeError: an argument is invalid. In eager mode every rank raises, and no buffer is changed.
-                The errors of the other ranks, on GPUs at a later call, give the layer and the faulty ranks.
-            ValueError: there is one value per channel over all ranks, as in F.batch_norm.
+            ValueError, TypeError: an argument is invalid. No buffer is changed. In eager mode every rank raises: the
+                other ranks raise an error that gives the layer and the faulty ranks, on GPUs at a later call.
+            ValueError: there is only one value per channel over all ranks, as in F.batch_norm.
             torch.fx.proxy.TraceError: torch.fx traces the layer and cannot make it a leaf of the graph.
 
-        Without a process group, or with one rank, the batch is this rank's. The recompute of a forward by activation
-        checkpointing, inside a backward, does not update the running statistics.
+        Without a process group, or in a group of one rank, the statistics are those of this rank's batch. When
+        activation checkpointing recomputes a forward in a backward, the running statistics are not updated again.
         """
         if type(input) not in PLAIN_CLASSES and isinstance(input, Proxy):
             options = {name: tensor for name, tensor in (("z", z), ("mask", mask)) if tensor is not None}
@@ -174,9 +179,9 @@ class SyncBatchNorm(_BatchNorm):
         if options is None or False in map(is_, values, old_values):
             options = Options(*arguments)
             if not is_compiling():  # Dynamo would recompile the graph for an attribute that changes.
-                # The __setattr__ of a subclass may refuse. The signature of the call site depends on the settings.
+                # object.__setattr__ bypasses a __setattr__ of a subclass, which may raise.
                 object.__setattr__(self, "_options", (values, options))
-                object.__setattr__(self, "_call_site", None)
+                object.__setattr__(self, "_call_site", None)  # The signature of the call site depends on the options.
         return options
 
     def _replicate_for_data_parallel(self) -> Self:
@@ -246,21 +251,21 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
                 (criterion(model(images), labels) / len(micro_batches)).backward()
         optimizer.step()
 
-    Each micro-batch is normalised with its own statistics, because its backward runs before the next forward. At the
-    end of the block, running = (1 - momentum) * running + momentum * statistic is applied once, with the mean and the
-    unbiased variance of all values that the layer has normalised in the block on all ranks of its group, and
-    num_batches_tracked increases by 1. Micro-batches may differ in size, also between ranks. Issues no additional
-    collective.
+    Each micro-batch is normalised with its own statistics over all ranks, because its forward runs before the next
+    micro-batch exists. At the end of the block, running = (1 - momentum) * running + momentum * statistic is applied
+    once, and num_batches_tracked increases by 1. The statistics are the mean and the unbiased variance of all values
+    that the layer has normalised in the block, on all ranks of its group. Micro-batches may differ in size, also
+    between ranks. Issues no additional collective.
 
     Args:
-        model: the model that is trained. The block concerns its synchronised layers that have running statistics and
-            run in training mode.
+        model: the model that is trained. Only its synchronised layers that have running statistics and are in training
+            mode are affected.
 
     Raises:
-        ValueError: no synchronised layer has running statistics; a layer is lazy and has not run yet; in a forward, on
-            every rank, a subclass passes F.batch_norm running statistics that are not the layer's.
-        RuntimeError: the block is inside another such block, or runs a module compiled with fullgraph=True. (The graphs
-            of other compiled modules break at the layers.)
+        ValueError: no synchronised layer has running statistics; a layer is lazy and has not run yet; the forward of a
+            subclass passes F.batch_norm running statistics that are not the layer's (every rank raises).
+        RuntimeError: the block is inside another block of accumulate_running_stats, or runs a module compiled with
+            fullgraph=True. (The graphs of other compiled modules break at the layers.)
 
     After an exception in the block, running statistics and counters keep their values from before the block.
     """
@@ -284,7 +289,7 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
     for layer, pool in pools.items():
         if pool.sums is not None:
             buffers = layer.running_mean, layer.running_var, layer.num_batches_tracked
-            update_buffers(*buffers, from_sums(pool.sums, eps=1.0), layer.momentum)  # `eps` changes only invstd.
+            update_buffers(*buffers, from_sums(pool.sums, eps=1.0), layer.momentum)  # `eps` affects only invstd.
 
 
 class _Pool:
@@ -293,7 +298,7 @@ class _Pool:
     sums: Tensor | None = None  # float64 (2C + 1,): sum x, sum x^2 and n; None before the first batch
 
     def train(self, tensors: Tensors, options: Options, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
-        """Train the layer, and add the batch to the pool instead of updating the running statistics. The recompute of
+        """Train the layer, and add the batch to the pool instead of updating the running statistics. A recompute by
         activation checkpointing adds nothing."""
         running_mean = tensors.running_mean
         if running_mean is None:
@@ -302,8 +307,8 @@ class _Pool:
             raise RuntimeError("compiled graphs cannot accumulate running statistics; compile without fullgraph=True")
         if running_mean is not layer.running_mean or tensors.running_var is not layer.running_var:
             error = ValueError(
-                "its forward passes F.batch_norm other running statistics than the layer's, which "
-                "accumulate_running_stats cannot update; pass self.running_mean and self.running_var"
+                "its forward passes F.batch_norm other running statistics than the layer's, but "
+                "accumulate_running_stats updates only the layer's; pass self.running_mean and self.running_var"
             )
             tensors, options, reduction, _ = prepare(tensors, options, layer)
             raise_on_all_ranks(error, tensors, options, reduction, "forward")

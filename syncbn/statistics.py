@@ -4,7 +4,7 @@ C channels, n values per channel over all ranks; S = sum x and Q = sum x^2 per c
     sums          (2C + 1,)  S, Q, n
     statistics    (3C + 4,)  mean, biased var, invstd = 1 / sqrt(var + eps), n four times
                   (5C + 4,)  for a relu without residual: also scale and shift, see kernels/reference.py
-If C is a multiple of 4, each of them begins at a multiple of 32 bytes: GPU threads load several values at once.
+If C is a multiple of 4, each part begins at a multiple of 32 bytes, so that GPU threads load several values at once.
 
 All tensors of this module are packed or per-channel, so the cost does not depend on the batch size.
 """
@@ -71,12 +71,12 @@ def unpack(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def num_statistics(num_channels: int, relu: bool) -> int:
-    """Return the length of packed statistics; `relu`: scale and shift of a relu without residual are included."""
+    """Return the length of packed statistics. With `relu` they include scale and shift of a relu without residual."""
     return (5 if relu else 3) * num_channels + N_COPIES
 
 
 def unpack_unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean (C,), the unbiased variance var * n / (n - 1) (C,), which is undefined for n <= 1, and n (1,)."""
+    """Return mean (C,), unbiased variance var * n / (n - 1) (C,), and n (1,). For n <= 1 the variance is undefined."""
     mean, var, _, num_values = unpack(statistics, num_channels)
     return mean, var * (num_values / (num_values - 1).clamp(min=1)), num_values
 
@@ -88,12 +88,14 @@ def update_buffers(
     """Compute running = (1 - momentum) * running + momentum * statistic in place, and increment the counter.
 
     The result is rounded once, to the buffer's dtype. With a momentum of None the running statistics are the average of
-    all batches. running_var takes the unbiased variance, var * n / (n - 1). For n = 0 neither running statistic
-    changes, for n = 1 only running_mean; the host does not read n. Without `updates` the values are computed but not
-    written: selective checkpointing matches saved results by the order of calls.
+    all batches. running_var takes the unbiased variance, var * n / (n - 1). If n = 0, neither running statistic
+    changes; if n = 1, only running_mean changes. The host does not read n.
+
+    If `updates` is False, the values are computed but not written. They are computed because selective checkpointing
+    matches saved results by the order of calls.
     """
     if momentum is None and counter is not None:
-        momentum = 1.0 / (counter + 1).to(statistics.dtype)  # does not wait for a GPU
+        momentum = 1.0 / (counter + 1).to(statistics.dtype)  # The host does not wait for a GPU.
     elif isinstance(momentum, Tensor):
         momentum = momentum.detach().to(statistics.dtype)
     buffers: list[Tensor] = []

@@ -1,6 +1,6 @@
 """Trains on the fast path, forward and backward.
 
-Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shape, with C channels in one of its dims.
+Symbols: C channels; n values per channel over all ranks r; x, y and dy of any shape with a dim of size C.
 
     forward   mean = sum_r sum x / n                    var = max(0, sum_r sum x^2 / n - mean^2)
               y = (x - mean) / sqrt(var + eps) * weight + bias (+ residual) (then relu)
@@ -9,9 +9,9 @@ Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shap
               grad_weight = sum dy * (x - mean) * invstd,  grad_bias = sum dy
                             (sums over this rank: DistributedDataParallel averages them)
 
-Each pass computes local sums, issues one all_reduce and runs one elementwise kernel. Kernels access plain, dense
-tensors at their addresses. Tensor subclasses are unwrapped first, masked values are set to 0, and an input or residual
-that is not non-overlapping and dense is copied. fallback.py runs every other call:
+Each pass computes local sums, issues one all_reduce and runs one elementwise kernel. Kernels receive data pointers, so
+they need plain, dense tensors. Tensor subclasses are unwrapped first, masked values are set to 0, and an input or
+residual is copied unless it is non-overlapping and dense. These calls take the fallback, fallback.py:
 
 - inside a compiled graph; while a dispatch mode, a transform of torch.func or, on a CPU, a profiler is active;
 - with a momentum in a tensor, a non-contiguous weight, bias or buffer, a subclass that defines __torch_dispatch__, an
@@ -75,25 +75,25 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
     total = reduction.all_reduce(sums, "forward", status_words)
     if outer * inner < 2 or num_values is not None:  # Otherwise this rank has two or more values per channel.
         require_two_values(outer * inner if single_rank else total[2 * num_channels], x)
-    momentum: Any = options.momentum  # A number or None: `forward_cache` has no kernels for a tensor.
+    momentum: Any = options.momentum  # This is a number or None: a tensor momentum takes the fallback.
     buffers = running_mean, running_var, counter
     y, statistics, is_finite = kernels.forward_outputs((x, weight, bias, z), total, buffers, momentum, status_words)
     if not is_finite:  # The all_reduce may have overwritten the local sums, so they are computed again.
         reduction.warn_unless_finite(kernels.forward_sums(x))
-    if caller._synchronised_ranks != reduction.num_ranks:  # A layer's own __setattr__ may refuse the attribute.
+    if caller._synchronised_ranks != reduction.num_ranks:
         object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)
     y = _apply(x, weight, bias, z, (y, statistics, kernels, reduction))
     return y if wrap is None else wrap(y), statistics
 
 
 class _Step(torch.autograd.Function):
-    """(x, weight, bias, residual, computed) -> y. The forward only returns the y in `computed`.
+    """The node of the autograd graph: (x, weight, bias, residual, computed) -> y. `train` has computed y already.
 
-    `computed` is a tuple because autograd treats tensors that are arguments themselves as inputs.
+    The tensors in `computed` are wrapped in a tuple, because autograd treats each tensor argument as an input.
 
-    Saved for backward: x, weight, the statistics, and y when relu is fused after a residual. Collectives: one
-    all_reduce each way, see ranks/reduction.py; none for one rank. Backward issues its all_reduce whatever
-    needs_input_grad is, because another rank may need the sums.
+    Saved for backward are x, weight, the statistics and, if relu is fused after a residual, y. The forward issues no
+    collective. The backward issues one all_reduce, or two with create_graph=True; with one rank it issues none. The
+    all_reduce is issued whatever needs_input_grad is, because another rank may need the sums.
     """
 
     @staticmethod

@@ -24,15 +24,15 @@ from syncbn.unconverted import unsynchronised
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 LEARNING_RATE = 0.01
-MAX_LINES = 10  # Tensors or layers per list in an error.
-START_METHOD = "spawn"  # Ranks inherit the environment of this process, but none of its state.
+MAX_LINES = 10  # The number of tensors or layers that an error lists.
+START_METHOD = "spawn"  # Ranks inherit the environment variables of this process, but none of its state.
 
 Batch: TypeAlias = Sequence[Tensor]  # The model's input, then the other arguments of the loss.
 Loss: TypeAlias = Callable[..., Tensor]
 
 
 class Difference(NamedTuple):
-    """The difference of one tensor between W ranks and one process, the largest over ranks."""
+    """The largest difference, over the ranks, between a tensor on W ranks and the tensor in one process."""
 
     what: str  # "loss", "output", "gradient", "parameter" or "buffer"
     name: str  # Dotted name in the model; "of step N" for a loss or output.
@@ -49,12 +49,12 @@ def assert_matches_full_batch(
     model_fn: Callable[[], nn.Module], batch: Batch, loss_fn: Loss, world_size: int = 2, *, steps: int = 2,
     dtype: torch.dtype = torch.float64, tolerance: float | None = None, timeout: float = 60.0,
 ) -> None:  # fmt: skip
-    """Assert that a model trains on `world_size` ranks, which this function starts on CPU with gloo, as in one process.
+    """Assert that training on `world_size` ranks gives the same results as training in one process.
 
-    Each rank trains on its slice of the batch under DistributedDataParallel, and then on the whole batch with
-    nn.BatchNorm instead of synchronised layers. (Layers that were built as syncbn layers, or that have a mask, a
-    residual, `fuse_relu` or `channel_last`, are not replaced, but synchronise over one rank.) After `steps` SGD steps,
-    losses, outputs, gradients, parameters and buffers must agree.
+    The function starts the ranks on CPU with gloo. Each rank trains on its slice of the batch under
+    DistributedDataParallel, and then on the whole batch with nn.BatchNorm instead of synchronised layers. (Layers that
+    were built as syncbn layers, or that have a mask, a residual, `fuse_relu` or `channel_last`, are not replaced, but
+    synchronise over one rank.) After `steps` SGD steps, losses, outputs, gradients, parameters and buffers must agree.
 
         def test_trains_as_one():
             batch = torch.randn(6, 3, 32, 32), torch.randint(10, (6,))
@@ -62,8 +62,8 @@ def assert_matches_full_batch(
 
     Args:
         model_fn: function that returns the model ready for training, converted and with frozen layers frozen. Each rank
-            calls it after torch.manual_seed(0), so it must be importable from sys.path, and not a lambda. Parameters
-            and buffers are those of rank 0.
+            calls it after torch.manual_seed(0), so it must be importable from sys.path, and not a lambda. All ranks
+            start with the parameters and buffers of rank 0.
         batch: tensors (N, ...), N at least `world_size`: the model's input, then the other arguments of `loss_fn`. Each
             rank takes a slice of dim 0; the sizes of the slices differ by at most 1. A model with several inputs needs
             a wrapper that takes them as one tensor; the wrapper may also compute the loss.
@@ -76,7 +76,7 @@ def assert_matches_full_batch(
         timeout: seconds that a rank waits for another rank.
 
     Models that call `syncbn.functional` fail, because the functions also communicate in the run on the whole batch.
-    Dropout is off. A forward that is random otherwise fails.
+    Dropout is off. Models whose forward uses other random numbers fail.
 
     Raises:
         AssertionError: tensors differ; the error gives the tensors, how much they differ, and the layers that are not
@@ -84,7 +84,7 @@ def assert_matches_full_batch(
         ValueError, TypeError: an argument is invalid.
         torch.multiprocessing.ProcessRaisedException: a rank failed; the error contains its traceback.
         torch.multiprocessing.ProcessExitedException: a rank could not import `model_fn`, for example in pytest's
-            importlib mode; standard error has the reason.
+            importlib mode; standard error shows the reason.
     """
     _check(batch, world_size, dtype, steps)
     for name, function in (("model_fn", model_fn), ("loss_fn", loss_fn)):
@@ -184,7 +184,7 @@ def _compare(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessGr
     if world is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=world)
     rows = [Difference(*pair[:2], *both) for pair, both in zip(pairs, largest.tolist(), strict=True)]
-    # A gradient that is 0 up to rounding, such as that of a bias before batch norm, has no useful scale of its own.
+    # A gradient that is 0 up to rounding, such as the gradient of a bias before batch norm, has no useful scale.
     scales = {what: max(row.scale for row in rows if row.what == what) for what, *_ in rows}
     return [row._replace(scale=scales[row.what]) for row in rows]
 
@@ -255,7 +255,7 @@ def _report(bad: list[Difference], rows: list[Difference], local: list[str], wor
 
 def _check(batch: Batch, world_size: int, dtype: torch.dtype, steps: int) -> None:
     if isinstance(batch, Tensor) or not batch or not all(isinstance(part, Tensor) and part.ndim for part in batch):
-        raise TypeError("batch must be a tuple of tensors of one or more dims: the input, then what else loss_fn takes")
+        raise TypeError("batch must be a tuple of tensors of >= 1 dim: the input, then the other arguments of loss_fn")
     lengths = [len(tensor) for tensor in batch]
     if len(set(lengths)) > 1:
         raise ValueError(f"the tensors of a batch must have the same length, got {lengths}")

@@ -1,5 +1,5 @@
-"""Formats names, values, ranks and errors as text that is safe for every store and terminal, and issues warnings that
-name the line of the user's program."""
+"""Formats names, values, ranks and errors as text that is safe for every store and terminal, and issues warnings at
+the line of the user's program."""
 
 import contextlib
 import functools
@@ -20,13 +20,13 @@ LIBRARIES = {"torch", "syncbn", *sys.stdlib_module_names}
 
 
 def escape_surrogates(text: str) -> str:
-    """Return the text with lone surrogates escaped. UTF-8 cannot encode them; Python decodes file names that are not
-    UTF-8 to surrogates."""
+    """Return the text with lone surrogates escaped. UTF-8 cannot encode lone surrogates; Python uses them for bytes
+    of file names that are not UTF-8."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def quote_path(path: str) -> str:
-    """Return the dotted name of a layer, as `layer '1'` if it consists of digits."""
+    """Return the dotted name of a layer, or for a name of digits, such as 1, the text "layer '1'"."""
     return f"layer '{path}'" if path.replace(".", "").isdecimal() else path
 
 
@@ -64,7 +64,7 @@ def _format_number(setting: object) -> str:
 
 
 def format_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
-    """Return one line for each text that is not empty, such as "ranks 0-2, 5: in bn1 forward, call 3"."""
+    """Return a line for each different text that is not empty, such as "ranks 0-2, 5: in bn1 forward, call 3"."""
     lines: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         lines.setdefault(text, []).append(rank)
@@ -82,14 +82,15 @@ def format_ranks(ranks: list[int]) -> str:
 def find_frame(module: str) -> FrameType | None:
     """Return the innermost frame on the stack that runs code of the module named `module`, or None.
 
-    No local variables are read: on Python 3.11 and 3.12 that would keep their values alive until the function returns.
+    Local variables are not read: on Python 3.11 and 3.12 reading them would keep their values alive until the function
+    of the frame returns.
     """
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
     return next((frame for frame in frames if frame.f_globals.get("__name__") == module), None)
 
 
 def warn(message: str) -> None:
-    """Warn with the innermost line outside of `LIBRARIES`, else with the outermost line of the stack."""
+    """Issue a warning at the innermost frame outside of `LIBRARIES`, or at the outermost frame if there is none."""
     for frame, line in traceback.walk_stack(sys._getframe()):  # noqa: B007
         if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
             break

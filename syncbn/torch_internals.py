@@ -59,16 +59,16 @@ def is_exporting() -> bool:
 
 @constant_in_graphs
 def profiler_enabled() -> bool:
-    """Return whether a profiler records, in any thread."""
+    """Return whether a profiler is active in any thread."""
     return profiler._is_profiler_enabled
 
 
 def is_eager(x: object = None) -> bool:
     """Return whether no compiler, dispatch mode, transform, tracer, profiler or forward mode is active in this thread.
-    If x is on a GPU, an active profiler is ignored: it records the launches of kernels.
+    If x is on a GPU, an active profiler is ignored, because it records the launches of kernels.
 
-    Code may then read and write plain tensors at their addresses. Dispatch modes, transforms and tracers add a dispatch
-    key to the keys that the thread includes by default.
+    If the result is True, code may access the memory of plain tensors directly. Dispatch modes, transforms and tracers
+    add a dispatch key to the keys that the thread includes by default.
     """
     return not (
         torch.compiler.is_dynamo_compiling()
@@ -99,7 +99,7 @@ def inside_vmap() -> bool:
 
 
 def profiler_range(name: str) -> contextlib.AbstractContextManager[object]:
-    """Return a profiler range with this name, or a null context if no profiler records."""
+    """Return a profiler range with this name, or a null context if no profiler is active."""
     return torch.profiler.record_function(name) if profiler_enabled() else contextlib.nullcontext()
 
 
@@ -185,8 +185,8 @@ def make_guard(*tensors: Tensor | None) -> Guard:
     """Return a function that checks in 1 us whether its tensors match these in number, class, dispatch keys (inference,
     negative, ...), dtype, device, requires_grad, sizes and strides.
 
-    It returns False if autocast or inference mode differs, or if a tensor is passed twice. It does not detect freed
-    storage.
+    The function returns False if autocast or inference mode differs, or if a tensor is passed twice. It does not detect
+    freed storage.
     """
     check: Guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     if not torch.is_inference_mode_enabled():
@@ -215,9 +215,9 @@ def guards_work() -> bool:
 
 # Process groups, stores, DistributedDataParallel, pipelines; and CUDA streams.
 
-# For `group.allreduce` and `group.alltoall_base`. dist.all_reduce and dist.all_to_all_single call these methods after
-# checks that take more host time than the call itself. Dispatch modes get the same operators. Without asyncOp nccl uses
-# the current stream, else a stream of its own.
+# Options for `group.allreduce` and `group.alltoall_base`. dist.all_reduce and dist.all_to_all_single call these methods
+# after checks that take more host time than the call itself. Dispatch modes intercept the same operators in both cases.
+# If asyncOp is False, nccl uses the current stream; if it is True, nccl uses a stream of its own.
 ALL_REDUCE, ALL_TO_ALL = dist.AllreduceOptions(), dist.AllToAllOptions()
 ALL_REDUCE.asyncOp = ALL_TO_ALL.asyncOp = False
 
@@ -241,10 +241,10 @@ def all_to_all_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def is_pipeline_stage(candidate: object) -> bool:
-    """Return whether this is a stage of torch.distributed.pipelining, of either class.
+    """Return whether this is a stage of torch.distributed.pipelining: a PipelineStage, or one that build_stage returns.
 
-    `stage_index` is the stage's index. `group` contains the pipeline's ranks, which hold different stages; None is the
-    default group.
+    A stage has two attributes: `stage_index`, and `group`, the group of the pipeline's ranks, which hold different
+    stages. A `group` of None stands for the default group.
     """
     pipelining = sys.modules.get("torch.distributed.pipelining.stage")  # slow to import; without it there is no stage
     return pipelining is not None and isinstance(candidate, pipelining._PipelineStageBase)
@@ -253,7 +253,7 @@ def is_pipeline_stage(candidate: object) -> bool:
 def broadcasting_ddp(buffer: Tensor | None) -> nn.parallel.DistributedDataParallel | None:
     """Return the DistributedDataParallel whose forward is running if it broadcasts the buffer to its ranks, else None.
 
-    A buffer hook of the user replaces the broadcast; None is returned then, too.
+    Return None also if a buffer hook of the user replaces the broadcast.
     """
     ddp = nn.parallel.DistributedDataParallel._active_ddp_module
     if ddp is None or not ddp.broadcast_buffers or hasattr(ddp, "buffer_hook"):
@@ -285,11 +285,11 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return dist.distributed_c10d.default_pg_timeout
 
 
-def group_device(group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> torch.device:
+def group_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device for tensors that the group sends and the host reads: the CPU, or this rank's GPU if the group
-    has no backend for CPUs."""
+    has no CPU backend."""
     # dist.get_backend is not used, because its result may be "undefined" or "cuda:nccl".
-    if not isinstance(group, dist.ProcessGroup) or "cpu" in dist.get_backend_config(group):
+    if "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     device_type = dist.get_backend_config(group).partition(":")[0]
     return group.bound_device_id or torch.device(device_type, torch.get_device_module(device_type).current_device())
@@ -304,8 +304,8 @@ def stream_handle(device: torch.device) -> int | None:
 
 # If torch.distributed.nn.functional, which DistributedDataParallel imports, is first imported while a default group
 # exists, the defaults of its functions keep a reference to the group. destroy_process_group then leaves gloo's threads
-# running, and a thread that frees a tensor of Python's while the interpreter ends aborts the process (pytorch#190489).
-# The import below happens before the default group exists.
+# running. A gloo thread that frees a tensor owned by Python during interpreter shutdown aborts the process
+# (pytorch#190489). The import below happens before the default group exists.
 if dist.group.WORLD is None:
     with contextlib.suppress(OSError):  # in older torch the import makes a temporary folder, which may fail
         importlib.import_module("torch.distributed.nn.functional")

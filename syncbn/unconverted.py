@@ -21,11 +21,11 @@ from syncbn.ranks import groups
 from syncbn.texts import quote_path
 from syncbn.torch_internals import is_compiled
 
-# Attributes that a conversion or revert removes from a layer before it sets new ones. process_group is one of them,
-# because nn.SyncBatchNorm has an attribute of this name, and SyncBatchNorm a property.
+# Attributes that a conversion or revert removes from a layer before it sets new ones. process_group is included,
+# because it is an attribute of nn.SyncBatchNorm and a property of SyncBatchNorm.
 ADDED_ATTRIBUTES = "process_group", "_original_class", *SyncBatchNorm.__annotations__
 
-# Remedies, by the state of a layer; `_remedy` has two more.
+# Remedies, one for each state of a layer. `_remedy` returns two more.
 CONVERTIBLE = "call syncbn.convert_syncbn_model(model)"
 CUSTOM = "may use the statistics of its batch; if so, let its forward call syncbn.functional.sync_batch_norm"
 EXPORTED = "is part of a scripted or exported model; convert before torch.jit or torch.export"
@@ -33,11 +33,12 @@ CALLS_FUNCTION = "may call F.batch_norm in training; if so, call syncbn.function
 UNREGISTERED = "keeps batch norm in a plain list or dict, where no conversion finds it; use nn.ModuleList or ModuleDict"
 OVERRIDDEN = "its forward was replaced; convert before layer.forward = ..., or define the forward in a subclass"
 
-MAX_NAMED = 3  # Names per class in a text.
-MAX_INSPECTED = 100  # Elements per list or dict, which may hold a data set.
-PREFIXES = "", "F.", "functional.", "nn.functional.", "torch.nn.functional.", "torch."  # Of a call of batch_norm.
+MAX_NAMED = 3  # The number of names that a text lists for a class.
+MAX_INSPECTED = 100  # The number of elements inspected per list or dict. A list may hold a data set.
+# The prefixes with which code usually calls batch_norm.
+PREFIXES = "", "F.", "functional.", "nn.functional.", "torch.nn.functional.", "torch."
 TRAINING_INDEX = 5  # Position of the argument `training` of F.batch_norm and torch.batch_norm.
-# Raised for a method that has no source or wraps itself, and for source that is incomplete or nested too deeply.
+# The exceptions for a method that has no source or wraps itself, and for incomplete or too deeply nested source.
 SOURCE_ERRORS = OSError, SyntaxError, TokenError, ValueError, RecursionError, MemoryError
 
 BYTES_PER_ELEMENT = 8  # float64
@@ -81,8 +82,8 @@ def unsynchronised(model: nn.Module) -> list[LocalLayer]:
 
 
 def calls_batch_norm(kind: type) -> bool:
-    """Return whether the source of a method, which may be inherited, calls torch's batch norm by a usual name, and not
-    with training=False. Methods of torch and syncbn, and methods without source, are skipped."""
+    """Return whether a method of the class calls torch's batch norm with one of `PREFIXES`, unless with training=False.
+    Inherited methods count. Methods of torch and syncbn, and methods without source, are skipped."""
     values = [value for base in kind.__mro__ for value in vars(base).values()]
     methods = [value for value in values if isinstance(value, (FunctionType, staticmethod, classmethod))]
     return any(map(_calls_in_training, methods))
@@ -115,9 +116,9 @@ def _is_call_in_training(node: ast.AST) -> bool:
 
 
 def _unregistered(module: nn.Module) -> set[nn.Module]:
-    """Return the modules, except nn.SyncBatchNorm, in lists, tuples and dicts that are attributes of `module`, and the
-    modules inside of those."""
-    # Subclasses of dict are skipped: Lightning keeps a copy of a module's arguments in one.
+    """Return the modules in lists, tuples and dicts that are attributes of `module`, and the submodules of these
+    modules. Leave out nn.SyncBatchNorm."""
+    # Subclasses of dict are skipped, because Lightning keeps a copy of a module's arguments in a subclass of dict.
     values = [value for value in vars(module).values() if type(value) in (list, tuple, dict)]
     items = [
         item for each in values for item in islice(each.values() if isinstance(each, dict) else each, MAX_INSPECTED)
@@ -139,7 +140,7 @@ def _remedy(module: nn.Module) -> str | None:
     original = unparametrized_class(module)
     if original is not nn.SyncBatchNorm:
         if issubclass(original, nn.SyncBatchNorm):
-            return "nn.SyncBatchNorm, its base, does its own communication; derive it from nn.BatchNorm1d, 2d or 3d"
+            return "its base nn.SyncBatchNorm communicates by itself; derive the class from nn.BatchNorm1d, 2d or 3d"
         taken = [name for name in ADDED_ATTRIBUTES if hasattr(module, name)]
         if taken:
             return f"has attributes whose names syncbn uses; rename {', '.join(taken)}"
@@ -169,15 +170,15 @@ class LayerSummary(NamedTuple):
     kind: str  # Name of the class.
     channels: int  # C
     group_size: int  # Number of ranks; 1 without a process group.
-    forward_bytes: int  # Payload of a training step in bytes: 8 * (2C + 4), or 0 in a group of one rank.
-    backward_bytes: int  # As forward_bytes.
+    forward_bytes: int  # Payload of the forward pass in bytes: 8 * (2C + 4), or 0 in a group of one rank.
+    backward_bytes: int  # The same for the backward pass.
     last_step: str  # Whether the last training step synchronised; see `summary`.
 
 
 class Summary(tuple[LayerSummary, ...]):
-    """The rows that `summary` returns; as text, a table with a row of totals, then `others` and the kernels in use."""
+    """The rows that `summary` returns. They print as a table with a row of totals, `others`, and the kernels in use."""
 
-    # Up to two lines with remedies: about layers that are not synchronised, and about those of nn.SyncBatchNorm.
+    # Up to two lines with remedies: one for layers that are not synchronised, and one for layers of nn.SyncBatchNorm.
     others: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -193,7 +194,8 @@ def summary(model: nn.Module) -> Summary:
     """Return a printable table of the synchronised layers of `model`, one row per layer. Does not communicate.
 
     Columns: dotted name; class; channels C; number of ranks in the group; payload in bytes of a training step, forward
-    and backward (a small group of gloo sends as much to each other rank, docs/performance.md); the last training step:
+    and backward (in a small gloo group each rank sends these bytes to every other rank, see docs/performance.md); the
+    last training step:
 
         synchronised over N ranks, not synchronised   as recorded in eager mode
         compiled    the layer is in a compiled module, which records nothing
@@ -201,8 +203,8 @@ def summary(model: nn.Module) -> Summary:
                     copied or loaded
         none yet    no record, and the layer has counted no batches
 
-    Lines below the table list, with remedies, the layers of the model that are not synchronised and those that
-    nn.SyncBatchNorm synchronises; another converter may have added them.
+    Lines below the table list the layers that are not synchronised, and the layers of nn.SyncBatchNorm, which another
+    converter may have added. The lines contain remedies.
 
     **Raises** TypeError unless `model` is a module.
     """
@@ -210,7 +212,8 @@ def summary(model: nn.Module) -> Summary:
     compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
     rows = Summary(_row(name or "(the model)", layer, layer in compiled) for name, layer in layers.items())
-    # In a converted model a CUSTOM module may call syncbn.functional, and a layer in evaluation mode is frozen.
+    # Once a model has synchronised layers, leave out CUSTOM modules, which may call syncbn.functional, and layers in
+    # evaluation mode, which are frozen.
     others = [row for row in unsynchronised(model) if not rows or (row.remedy != CUSTOM and row.layer.training)]
     local = [row for row in others if not isinstance(row.layer, nn.SyncBatchNorm)]
     parts = ("not synchronised", local), (BY_TORCH, [row for row in others if row not in local])

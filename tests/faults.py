@@ -69,7 +69,7 @@ FAULTS = {
     "channels": Fault(
         "gloo::EnforceNotMet",  # gloo ends rank 0 before it says a word
         # The abort of rank 0 may reach rank 1 in place of its sums.
-        r"(the sums of different numbers of channels|a collective failed on rank 1 after .*)\.\n"
+        r"(sums of different sizes|a collective failed on rank 1 after .*)\.\n"
         + _where(*(f"({FIRST}; )?has called body.bn1 in Sequential with {c} channels over ranks 0-1.*" for c in (4, 5)))
         + "Build the same model on every rank",
     ),
@@ -97,7 +97,7 @@ FAULTS = {
     "group made anew": Fault(_where(IN_1, "after .*")),
     "fork after use": Fault(
         _where(IN_1, f"{BEFORE_STEP}; has left.*"),
-        r'this process \(\d+\) was forked from one .* Start it by the method "spawn" instead',
+        r'this process \(\d+\) was forked from a process .* Start it by the method "spawn" instead',
     ),
     "threads": Fault("ranks? 0.*: in body.bn[12] forward"),
     "members": Fault(
@@ -108,7 +108,7 @@ FAULTS = {
         "the ranks ask for different process groups: rank 0 for 4, rank 1 for 4, rank 2 for 4, rank 3 for 2",
         num_ranks=4,
     ),
-    "a group on one rank alone": Fault(_where(IN_1, "in the making of groups for process_group=2.*")),
+    "a group on one rank alone": Fault(_where(IN_1, "in the creation of groups for process_group=2.*")),
 }
 
 

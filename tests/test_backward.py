@@ -40,8 +40,8 @@ def test_the_oracle(eps: float, channel_dim: int, weighted: bool, dtype: torch.d
         ones = weight if weighted else torch.ones(4)
         expected = full_batch(x, dy, ones, torch.zeros(4), eps=eps, channel_dim=channel_dim)
         results = batch_norm_backward(dy, x, *statistics(x, channel_dim, eps), given, channel_dim=channel_dim)
-        channel_addresses = (4,), dtype if weighted else torch.promote_types(dtype, torch.float32)
-        kinds = (x.shape, dtype), channel_addresses, channel_addresses
+        of_parameters = (4,), dtype if weighted else torch.promote_types(dtype, torch.float32)
+        kinds = (x.shape, dtype), of_parameters, of_parameters
         for actual, wanted, kind in zip(results, expected[1:4], kinds, strict=True):
             assert (actual.shape, actual.dtype, actual.requires_grad) == (*kind, False)
             roundings = 1 if weighted else 2

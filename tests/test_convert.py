@@ -103,7 +103,7 @@ def test_what_is_left_alone_is_named_in_one_warning() -> None:
     model["b"].channel_last = "mine"
     classes = {name: type(module) for name, module in model.items()}
     assert re.fullmatch(
-        r"syncbn did not convert these layers: 1 SubclassOfSyncBatchNorm \(a\): .* derive it from .*; "
+        r"syncbn did not convert these layers: 1 SubclassOfSyncBatchNorm \(a\): .* derive the class from .*; "
         r"1 BatchNormAct2d \(b\): .* rename channel_last; 1 \w*Module \(c\): is part of a scripted .*; "
         r"2 HeteroBatchNorm \(d, e\.0\): may use the statistics of its batch; if so, let its forward call .*; "
         r"1 \w*Module \(exported\.0\): is part of a scripted or exported model; convert before .*; "
@@ -378,9 +378,7 @@ def test_summary_names_layers_that_another_converter_has_made_local() -> None:
 def test_a_revert_names_the_layers_that_compute_something_else() -> None:
     model = syncbn.convert_syncbn_model(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(3))))
     model[1].fuse_relu = model[2].channel_last = True
-    expected = (
-        r"put an nn.ReLU after each \(layer '1'\); these layers take the channels in dim 1 again: .* \(layer '2'\)$"
-    )
+    expected = r"an nn.ReLU after each layer \(layer '1'\); these layers take the channels in dim 1 .* \(layer '2'\)$"
     with pytest.warns(UserWarning, match=expected):
         syncbn.revert_syncbn_model(model)
     assert all(type(layer) is nn.BatchNorm1d for layer in model)

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -145,7 +146,7 @@ def sums_of(mean: Tensor, invstd: Tensor, num_values: float = 8.0) -> Tensor:
     return torch.cat((mean * num_values, mean_square * num_values, torch.tensor([num_values], dtype=torch.float64)))
 
 
-def channel_addresses(num: int, num_channels: int) -> list[Tensor]:
+def draw_channels(num: int, num_channels: int) -> list[Tensor]:
     torch.manual_seed(1)
     return list(torch.randn(num, num_channels, dtype=torch.float64).tanh())
 
@@ -184,7 +185,7 @@ def test_forward_and_backward(
     skip_blocks_in_triton(kernels, sizes)
     residual, relu, needs_residual = (name in options for name in ("residual", "relu", "gradient of residual"))
     (dy, x, z), (outer, channels, inner) = draw(3, sizes, dtype), sizes
-    weight, bias, *total_dy = channel_addresses(4, channels)
+    weight, bias, *total_dy = draw_channels(4, channels)
     weight, bias, total_dy = weight.float(), bias.bfloat16(), torch.cat(total_dy)
     wide, other = x.double(), torch.randn(5, channels, dtype=torch.float64)
     terms = wide, wide.square()
@@ -230,10 +231,12 @@ def test_a_relu_without_residual_finds_its_mask_in_x(
 ) -> None:
     """The same bits as by y, also where values become exactly 0, and where y is NaN."""
     skip_blocks_in_triton(kernels, sizes)
+    if scale == 1.0 and truncates(kernels) and dtype in (torch.float64, torch.bfloat16):
+        pytest.skip("the interpreter takes long, and these dtypes differ from the others in rounding alone")
     (dy, x), channels = draw(2, sizes, dtype), sizes[1]
     x = (4 * x).round() / 4
     x.view(-1)[:1] = float("nan")
-    weight, bias = (scale * (4 * torch.stack(channel_addresses(2, channels))).round() / 4).float()
+    weight, bias = (scale * (4 * torch.stack(draw_channels(2, channels))).round() / 4).float()
     total = sums_of(torch.zeros(channels, dtype=torch.float64), torch.ones(channels, dtype=torch.float64))
     _, y, statistics = forward(kernels, x, total, 0.0, weight=weight, bias=bias, relu=True)
     by_x = backward(kernels, dy, (x, weight, statistics, None), total[:-1], relu=True)
@@ -308,7 +311,7 @@ def test_unaligned_tensors(kernels: ModuleType, dtype: torch.dtype, sizes: tuple
         buffer = bytearray(1 + x.numel() * x.itemsize)
         return torch.frombuffer(buffer, dtype=x.dtype, offset=1).view(x.shape).copy_(x)
 
-    aligned, results = [*draw(3, sizes, dtype), *channel_addresses(4, sizes[1])], []
+    aligned, results = [*draw(3, sizes, dtype), *draw_channels(4, sizes[1])], []
     unaligned = [*map(shifted, aligned)]
     assert all(x.data_ptr() % x.itemsize for x in unaligned)
     for x, dy, z, weight, bias, running_mean, running_var in (aligned, unaligned):
@@ -375,7 +378,7 @@ def test_running_stats_equal_the_fallback(kernels: ModuleType, dtype: torch.dtyp
     that the buffers have changed."""
     if truncates(kernels) and dtype.itemsize == 2:
         pytest.skip("the interpreter does not round")
-    mean, invstd, *values = channel_addresses(4, 2100 if on_cpu(kernels) else 70)  # more than C++ takes at once
+    mean, invstd, *values = draw_channels(4, 2100 if on_cpu(kernels) else 70)  # more than C++ takes at once
     counter, buffers, by_torch = torch.tensor(2), *([value.to(dtype, copy=True) for value in values] for _ in range(2))
     for n in (3.0, 1e6, 1.0, 0.0):
         before, sums = [one.clone() for one in buffers], sums_of(mean, 1 + invstd.abs(), n)
@@ -746,12 +749,16 @@ NO_MEMORY, OF_CUDA = torch.OutOfMemoryError("no memory"), torch.AcceleratorError
 @pytest.mark.parametrize(
     ("errors", "answers"),
     [
-        ([ModuleNotFoundError("No module named 'triton'")], ["ModuleNotFoundError: No module named 'triton'"] * 2),
+        (
+            [ModuleNotFoundError("No module named 'triton'", name="triton")],
+            ["No module named 'triton'; install triton"] * 2,
+        ),
         ([RuntimeError("sm_13\n and much more")], ["RuntimeError: sm_13"] * 2),
         (
             [FileNotFoundError(2, "No such file", "/sbin/ldconfig")] * 2,
             ["FileNotFoundError: [Errno 2] No such file: '/sbin/ldconfig'"],
         ),
+        ([FileNotFoundError(2, "No such file", os.environ.get("CC"))] * 2, ["; set CC to a C compiler"]),
         ([STALE, None], [None, None]),  # it is tried again
         # The other ranks would not fall back.
         ([STALE, STALE], [RuntimeError("Stale file handle; set TRITON_CACHE_DIR to a folder on a local disk")]),

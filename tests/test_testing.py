@@ -133,6 +133,14 @@ def test_info_says_where_kernels_are_missing(tmp_path: Path, monkeypatch: pytest
     assert cpu.load.__wrapped__() == hides
 
 
+def test_check_outside_of_torchrun(here: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some clusters set RANK but not LOCAL_RANK in every shell. Then `check` runs in this process alone."""
+    monkeypatch.setenv("RANK", "0")
+    status, printed = here("check")
+    assert status == 0
+    assert printed.startswith("1 rank (none, cpu) and one process")
+
+
 def test_check_on_two_ranks(tmp_path: Path) -> None:
     (program := tmp_path / "program.py").write_text("from syncbn.__main__ import main; raise SystemExit(main())")
     printed = run_on_ranks(2, program, "check")

@@ -1,4 +1,4 @@
-"""Calls the kernels for CPU tensors, which are C functions (cpu.cpp), with the addresses of the tensors.
+"""Calls the CPU kernels, C functions in cpu.cpp, with the addresses of the tensors.
 
 A call takes 2 us and bypasses torch's dispatcher, so the tensors must have been checked by kernel_cache.py or
 operators.py.
@@ -63,7 +63,7 @@ def _reason_missing() -> str:
         if (installed / FILE.relative_to(package)).exists():
             return f"not built in {package}, which hides the installed {installed}; start Python in another folder"
     return (
-        f"not built in {package}: syncbn was not installed from there, or there is no C++ compiler, or it failed; "
+        f"not built in {package}: syncbn was not installed from there, there is no C++ compiler, or compiling failed; "
         "run `pip install -v --no-deps --force-reinstall` for syncbn and read its output"
     )
 
@@ -76,7 +76,7 @@ def _c_struct(config: interface.ForwardConfig | interface.BackwardConfig) -> byt
 
 
 class Forward(interface.ForwardKernels):
-    """Scratch memory is allocated for each call, because threads may share the kernels of a config."""
+    """The forward kernels. Scratch memory is allocated for each call, because threads may share these kernels."""
 
     def __init__(self, config: interface.ForwardConfig) -> None:
         super().__init__(config)
@@ -111,7 +111,7 @@ class Forward(interface.ForwardKernels):
         status = _library.forward_outputs(self.c_struct, call)
         if status and status != NOT_FINITE:
             _raise_for_status(status)
-        if running_mean is not None and running_var is not None:  # autograd then detects the change
+        if running_mean is not None and running_var is not None:  # so that autograd detects the change
             both = running_mean, running_var
             increment_version(both if counter is None else (*both, counter))
         elif counter is not None:
@@ -120,7 +120,7 @@ class Forward(interface.ForwardKernels):
 
 
 class Backward(interface.BackwardKernels):
-    """Scratch memory is allocated for each call, as in Forward."""
+    """The backward kernels. Scratch memory is allocated for each call, as in Forward."""
 
     def __init__(self, config: interface.BackwardConfig) -> None:
         super().__init__(config)

@@ -27,7 +27,8 @@ COLUMNS = 64, 32  # channels per tile if inner is 1; 32 values of 16 bits are 64
 WARPS, COLUMN_WARPS = 4, 8  # warps per program: for a single channel; for several channels
 REDUCTION_REGISTERS, ELEMENTWISE_REGISTERS = 80, 64  # registers per thread
 REDUCTION_THREADS = 768  # threads with REDUCTION_REGISTERS that run on a multiprocessor at once
-# Maximum number of partial sums per channel. A second kernel adds them. Fewer leave multiprocessors idle for C <= 64.
+# Maximum number of partial sums per channel, which a second kernel adds. A smaller maximum would leave multiprocessors
+# idle for C <= 64.
 MAX_PARTS = 512
 ELEMENTWISE_PROGRAMS = 8192  # maximum number of programs
 MULTIPROCESSORS = 132  # assumed without a GPU
@@ -47,7 +48,7 @@ class Launch:
     """A kernel with its grid, the dtypes of its tensors, and the scalars and constants that follow the tensors.
 
     Triton's own launch inspects every argument to find the compiled kernel. A Launch only checks whether the addresses
-    are multiples of `alignment`; other sizes need no new compilation. A dtype of None stands for an argument of None,
+    are multiples of `alignment`; a new size needs no new compilation. A dtype of None stands for an argument of None,
     whose address is ignored.
     """
 
@@ -58,14 +59,14 @@ class Launch:
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.dtypes, self.scalars = kernel, (*grid, 1), dtypes, (*scalars, *constants)
         self.device, self.alignment = device.index if device.type == "cuda" else -1, alignment
-        self.num_bytes = num_bytes  # size reported to Triton for each tensor; its AMD back end checks for 2^31
+        self.num_bytes = num_bytes  # size of each tensor reported to Triton, whose AMD back end tests for 2^31
         self.options = {"enable_fp_fusion": True} | options  # fuse a * b + c; Triton 3.9 warns if this is not given
         are_large = [isinstance(scalar, int) and scalar >= 2**31 for scalar in scalars]  # int64 in Triton
         self.key = kernel, device, dtypes, constants, *self.options.values(), *are_large
         self.aligned: CompiledLaunch | None = None  # compiled for addresses that are all aligned
 
     def __call__(self, *addresses: int, varying: tuple[float, ...] = ()) -> None:
-        """Launch the kernel for these addresses, 0 without a tensor. `varying` scalars precede the fixed ones."""
+        """Launch the kernel for these addresses (0: no tensor). `varying` scalars precede the fixed scalars."""
         if self.device >= 0 and self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 self(*addresses, varying=varying)
@@ -74,19 +75,19 @@ class Launch:
         compiled = (self.aligned if is_aligned else None) or self._get_compiled(addresses, varying)
         if compiled is None:  # Triton has launched the kernel
             return
-        # Like Triton's compiled[grid](...), without its support for hooks of profilers.
+        # The same as Triton's compiled[grid](...), but without support for hooks of profilers.
         run, get_stream, handles, _ = compiled
         run(*self.grid, get_stream(self.device), *handles, *addresses, *varying, *self.scalars)
 
     def _get_compiled(self, addresses: tuple[int, ...], varying: tuple[float, ...]) -> CompiledLaunch | None:
-        """Return the kernel for addresses aligned like these. The first call returns None: Triton compiles the kernel
-        and launches it."""
+        """Return the kernel for addresses aligned like these. In the first call Triton compiles and launches the
+        kernel, and this method returns None."""
         are_aligned = (*(address % self.alignment == 0 for address in addresses),)
         compiled = compiled_kernels.get((self.key, are_aligned))
         if compiled is None:
             tensors = [self._tensor_at(*pair) for pair in zip(addresses, self.dtypes, strict=True)]
             kernel = self.kernel[self.grid](*tensors, *varying, *self.scalars, **self.options)
-            if kernel is not None:  # neither interpreted nor only recorded
+            if kernel is not None:  # None under Triton's interpreter, or if a script only records the launch
                 handles = kernel.function, kernel.packed_metadata, None, None, None
                 compiled = kernel.run, triton.runtime.driver.active.get_current_stream, handles, kernel
                 compiled_kernels[self.key, are_aligned] = compiled
@@ -116,7 +117,7 @@ class _Launches:
             width = align = VALUES_PER_LOAD if inner > VALUES_PER_LOAD and inner % VALUES_PER_LOAD == 0 else 1
             self.spans, self.num_rows, self.warps = channels, outer * inner // width, WARPS
         else:
-            # The width that leaves fewer lanes idle, in whole eighths of the channels; 64 if both widths are equal.
+            # The width with fewer idle lanes, counted in whole eighths of `channels`. In a tie the width is 64.
             width = min(COLUMNS, key=lambda width: 8 * (-channels % width) // max(1, channels))
             align = 1 if channels % VALUES_PER_LOAD else VALUES_PER_LOAD
             self.spans, self.num_rows, self.warps = triton.cdiv(max(1, channels), width), outer * inner, COLUMN_WARPS
@@ -124,7 +125,7 @@ class _Launches:
         compute = tl.float64 if dtype == torch.float64 else tl.float32
         # In bytes for AMD, because Triton's AMD back end compiles for offsets of less than 2 GB.
         max_offset = outer * channels * inner * (dtype.itemsize if torch.version.hip else 1)
-        index = tl.int64 if max_offset >= 2**31 - 2**24 else tl.int32  # 2^24: for rows out of range
+        index = tl.int64 if max_offset >= 2**31 - 2**24 else tl.int32  # 2^24: a margin for rows out of range
         self.tiles = gpu_tiles.Tiles(single_channel, rows, width, align, index, compute)
         self.scalars = channels, inner, *(_magic_division(inner // width) if single_channel else (0, 0))
         self.channels, self.device = channels, device
@@ -149,7 +150,7 @@ class _Launches:
         self, kernel: triton.JITFunction, dtypes: Dtypes, *scalars: float, constants: tuple[tl.dtype, ...] = ()
     ) -> Launch:
         grid = max(1, triton.cdiv(self.channels, gpu_channels.CHANNELS_PER_PROGRAM.value)), 1
-        # Each operation rounds, as in torch: another rank may update its running statistics by torch operations.
+        # Without fusion each operation rounds as in torch: another rank may update its statistics by torch operations.
         return Launch(kernel, grid, self.device, dtypes, (self.channels, *scalars), constants, enable_fp_fusion=False)
 
 
@@ -188,14 +189,15 @@ class Forward(interface.ForwardKernels):
         status_words: StatusWords | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), (running_mean, running_var, counter) = inputs, buffers
-        y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)  # may fail: before buffers change
+        # These allocations may fail, so they come before the buffers change.
+        y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)
         coefficients = total.new_empty(3 * self.channels, dtype=self.compute_dtype)
-        # The first program increments the counter while other programs may still have to read its old value.
+        # A copy, because the first program may increment the counter before other programs have read its old value.
         counter_before = counter.clone() if self.config.averages and counter is not None else None
         channel_addresses = map(_address, (weight, bias, running_mean, running_var, counter, counter_before))
         addresses = total.data_ptr(), *channel_addresses, statistics.data_ptr(), coefficients.data_ptr()
         self.forward_channels(*addresses, varying=(float(momentum or 0.0), *(status_words or NO_STATUS)))
-        # Autograd then detects the change.
+        # so that autograd detects the change
         increment_version([buffer for buffer in (running_mean, running_var, counter) if buffer is not None])
         self.normalize(x.data_ptr(), _address(residual), y.data_ptr(), coefficients.data_ptr())
         return y, statistics, True

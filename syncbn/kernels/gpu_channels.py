@@ -8,7 +8,8 @@ of Triton 3.6.
 total over all ranks is passed as one part. No kernel waits for its stores to the status words in the host's memory.
 """
 
-# Triton compiles this source and has types of its own. Constants are upper case; a branch on a constant needs its else.
+# Triton compiles this source and has types of its own. Constants are upper case. If a branch on a constant returns, the
+# rest of the function must be in an explicit else.
 # mypy: ignore-errors
 # ruff: noqa: N803, RET505
 
@@ -20,7 +21,7 @@ import triton.language as tl
 from syncbn.kernels import interface
 from syncbn.statistics import N_COPIES
 
-# Values of other modules, which kernels can read only as constants of Triton.
+# Kernels can read values of other modules only as tl.constexpr.
 N_COPIES, MIXER = tl.constexpr(N_COPIES), tl.constexpr(interface.MIXER)
 ENDED, FAULT, LOCAL_NOT_FINITE = map(tl.constexpr, (interface.ENDED, interface.FAULT, interface.LOCAL_NOT_FINITE))
 FAULT_KINDS = interface.RANKS_DIFFER, interface.BAD_ARGUMENT, interface.ONE_VALUE
@@ -30,7 +31,7 @@ CHANNELS_PER_PROGRAM = tl.constexpr(8)
 PARTS_PER_STEP = tl.constexpr(128)  # parts that a program loads at once
 MIXED_PER_STEP = tl.constexpr(1024)  # sums that _signature_of_call loads at once
 SUMS_PER_STEP = tl.constexpr(256)  # sums that check_total loads at once
-STATUS_WORDS = ["host_words", "device_word", "sequence_number"]  # the fields of StatusWords; 0 without status words
+STATUS_WORDS = ["host_words", "device_word", "sequence_number"]  # the fields of StatusWords; all 0 if there are none
 # Without these lists Triton would compile a kernel again for other values of the scalars, and for tensors at addresses
 # that are not multiples of 16.
 SIZES = ["num_parts", "num_sums", "channels", "masks_by_x", "needs_two_values", *STATUS_WORDS]
@@ -42,7 +43,7 @@ TENSORS = [
 
 @triton.jit
 def store_trailer(trailer, num_values, signature):
-    """Store n, 1, s and s^2, or for a signature s of 0, n and zeros."""
+    """Store n, 1, s and s^2. If the signature s is 0, store n and zeros."""
     s = tl.cast(signature, tl.float64)  # Triton's interpreter passes an int32.
     tl.store(trailer, num_values)
     tl.store(trailer + 1, tl.where(s != 0, 1.0, 0.0).to(tl.float64))
@@ -71,9 +72,9 @@ def record_not_finite(first, second, host_words, sequence_number):
 
 @triton.jit
 def check_trailer(trailer, needs_two_values, host_words, device_word, sequence_number):
-    """Return whether this total or an earlier one has a fault; False without status words.
+    """Return whether this total or an earlier total has a fault, or False without status words.
 
-    The first program stores the first fault, and in ENDED the sequence number.
+    The first program stores the first fault in FAULT, and the sequence number in ENDED.
     """
     num_values, num_signed = tl.load(trailer), tl.load(trailer + 1)
     signature_sum, square_sum = tl.load(trailer + 2), tl.load(trailer + 3)
@@ -188,7 +189,8 @@ def forward_channels(
     """Store the statistics and the coefficients of y, and update the running statistics and the counter.
 
     With `counter_before`, a copy of the counter, the running statistics become the average over all batches. Unless
-    masks_by_x is 0, scale and shift follow the statistics. Status words require a single part, a total.
+    masks_by_x is 0, scale and shift are appended to the statistics. Pass status words only if `partials` is a total, so
+    that num_parts = 1.
     """
     channel, exists = _program_channels(channels)
     first, second = _add_partials(partials, num_parts, channels)
@@ -231,7 +233,7 @@ def _sums_and_gradients(
     channel, exists = _program_channels(channels)
     sum_dy, sum_dy_xmu = _add_partials(partials, num_parts, channels)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
-    rest = mean - mean.to(COMPUTE).to(tl.float64)  # partial sums use x - center
+    rest = mean - mean.to(COMPUTE).to(tl.float64)  # because partial sums use x - center
     sum_dy_xmu -= tl.where(rest != 0, rest * sum_dy, 0.0)  # 0 times an infinite sum is NaN
     if grad_weight is not None:
         invstd = tl.load(statistics + 2 * channels + channel, mask=exists, other=0.0)

@@ -18,7 +18,8 @@ Elementwise kernels process the tiles in reverse order, to reuse what the reduct
 launches all kernels. The code uses only features of Triton 3.6.
 """
 
-# Triton compiles this source and has types of its own. Constants are upper case; a branch on a constant needs its else.
+# Triton compiles this source and has types of its own. Constants are upper case. If a branch on a constant returns, the
+# rest of the function must be in an explicit else.
 # mypy: ignore-errors
 # ruff: noqa: N803, RET505, SIM108
 
@@ -35,7 +36,7 @@ from syncbn.kernels.gpu_channels import N_COPIES, STATUS_WORDS, record_not_finit
 class Tiles(NamedTuple):
     """Compile-time constants of the kernels, in addition to the dtypes of their tensors."""
 
-    single_channel: bool  # per program
+    single_channel: bool  # each program processes one channel
     rows: int  # rows per tile
     columns: int  # values per row
     align: int  # a divisor of inner for a single channel, else of the number of channels
@@ -51,7 +52,7 @@ SIZES = ["num_rows", "rows_per_program", "channels", "inner", "multiplier", "bit
 
 @triton.jit
 def _divisible_sizes(channels, inner, TILES: tl.constexpr):
-    """Return the same sizes in a form from which Triton infers their divisor, and loads several values at once."""
+    """Return the same sizes in a form that shows Triton their divisor, so that it loads several values at once."""
     if TILES.single_channel:
         inner = inner // TILES.align * TILES.align
     else:
@@ -94,7 +95,7 @@ def _tile_offsets(first_row, program, TILES: tl.constexpr):
 
 @triton.jit
 def _load(pointer, offsets, exists, TILES: tl.constexpr):
-    """Load values in the dtype of computation, 0 where none exist."""
+    """Load values in the dtype of computation. Values that do not exist are 0."""
     return tl.load(pointer + offsets, mask=exists, other=0.0).to(TILES.compute)
 
 
@@ -131,10 +132,10 @@ def _apply_relu_mask(
 
 @triton.jit
 def _sum_rows(values, TILES: tl.constexpr):
-    """Return the sum of each column of a tile; for a single channel `values` is (rows,), and the result one sum.
+    """Return the sum of each column of a tile. For a single channel `values` is (rows,), and the result is one sum.
 
-    tl.sum(values, 0) of a tile would cause many bank conflicts in shared memory. Few are left if each thread first gets
-    two rows of a column and adds them.
+    tl.sum(values, 0) of a tile would cause many bank conflicts in shared memory. Few conflicts are left if each thread
+    first gets two rows of a column and adds them.
     """
     if TILES.single_channel:
         return tl.sum(values, 0)
@@ -157,7 +158,7 @@ def _center(x, start, program, TILES: tl.constexpr):
 
 @triton.jit
 def _to_float64(sums, TILES: tl.constexpr):
-    """Return float32 sums of tiles in float64; for a single channel they are added up over the columns."""
+    """Convert float32 sums of tiles to float64. For a single channel, add them over the columns first."""
     if TILES.single_channel:
         sums = tl.sum(sums, 1)
     return sums.to(tl.float64)
@@ -168,7 +169,8 @@ def partial_sums(
     x, dy, y, statistics, partials, signature: tl.float64, host_words: tl.int64, sequence_number: tl.int64, num_rows,
     rows_per_program, channels, inner, multiplier, bit_shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Store partial sums of x and x^2 or, with dy, of dy and dy * (x - center), dy masked by a fused relu.
+    """Store partial sums of x and x^2. With dy, mask dy by a fused relu, and store partial sums of dy and
+    dy * (x - center).
 
     partials: (parts, 2, channels) sums; without dy a trailer follows, so that a single part is a complete payload.
     Unless the sums of x are finite, the sequence number is stored in the status words.
@@ -179,14 +181,14 @@ def partial_sums(
     channels, inner = _divisible_sizes(channels, inner, TILES)
     program = (stop, span, channels, inner, multiplier, bit_shift)
     channel, exists = _span_channels(span, channels, TILES)
-    values_per_row = TILES.columns if TILES.single_channel else 1  # of one channel
+    values_per_row = TILES.columns if TILES.single_channel else 1  # values of one channel in a row
     if dy is None:
         center = _center(x, start, program, TILES)
     else:
         center = tl.load(statistics + channel, mask=exists, other=0.0).to(TILES.compute)
     tile_center = _broadcast(center, TILES)
     scale, shift = 0.0, 0.0
-    if RELU:  # scale and shift follow the statistics
+    if RELU:  # scale and shift are appended to the statistics
         scale = _coefficient(statistics + N_COPIES, 3, channels, channel, exists, TILES)
         shift = _coefficient(statistics + N_COPIES, 4, channels, channel, exists, TILES)
 
@@ -263,7 +265,7 @@ def input_gradient(
     dy, x, y, grad_x, grad_residual, coefficients, num_rows, rows_per_program, channels, inner, multiplier,
     bit_shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Store grad_x = dy * a + (x - center) * b + c, dy masked by a fused relu, and grad_residual = dy."""
+    """Mask dy by a fused relu. Store grad_x = dy * a + (x - center) * b + c, and grad_residual = dy."""
     span, start, stop, last_start = _reverse_range(num_rows, rows_per_program, TILES)
     channels, inner = _divisible_sizes(channels, inner, TILES)
     program = (stop, span, channels, inner, multiplier, bit_shift)

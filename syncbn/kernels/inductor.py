@@ -57,16 +57,17 @@ def _require_layout_of_x(syncbn_operator: Any, node: Node, *inputs: Any) -> tupl
                 if key not in converted:
                     converted[key] = ExternKernel.require_exact_strides(arguments[name], dense)
                 arguments[name] = converted[key]
-    except (AttributeError, TypeError):  # another torch has other names; the operators then copy tensors
+    except (AttributeError, TypeError):  # another version of torch has other names; operators copy tensors
         return inputs, {}
     return (*arguments.values(),), {}
 
 
 def _fuse_relu(match: Match, *_: object) -> None:
-    """Fuse the relu of y into forward_outputs and the backward operators, which mask dy with longer statistics.
+    """Fuse the relu of y into forward_outputs and the backward operators.
 
-    The results keep their bits: a relu commutes with rounding, and masking dy twice is the same as once. The relu is
-    not fused if the statistics have other readers to which their length could matter.
+    The fused forward_outputs appends scale and shift to the statistics, and the backward operators compute the mask of
+    dy from them. The results keep their bits: a relu commutes with rounding, and masking dy twice is the same as once.
+    The relu is not fused if another reader of the statistics could depend on their length.
     """
     relu: Any = match.output_node()
     y = relu.args[0]

@@ -10,11 +10,12 @@ Backward:
 
     reference.py      torch operations, which define the results; the fallback uses them
     operators.py      torch operators on top of cpu.py and gpu.py, for compiled graphs and other calls of the fallback
-    cpu.py, gpu.py    the kernels of the fast path, with the signatures below; they also sign the sums and update the
-                      running statistics
+    cpu.py, gpu.py    the kernels of the fast path, with the methods declared below; they also append the elements of
+                      the signature to the sums, and update the running statistics
 
-Kernels know no ranks and refuse no input. On CPUs the caller compares what the ranks have sent. On GPUs the host does
-not wait for the total, so the kernel that reads the total makes the comparison and stores the result in `StatusWords`.
+Kernels do not communicate and do not validate their inputs. On CPUs the caller compares what the ranks have sent. On
+GPUs the host does not wait for the total, so the kernel that reads the total makes the comparison and stores the result
+in `StatusWords`.
 """
 
 import functools
@@ -28,9 +29,9 @@ from torch import Tensor
 # The sums of each pass end in a trailer of four elements: n in forward or 0 in backward, and three elements of a
 # signature s: 1, s, s^2, or zeros without a signature.
 TRAILER_ELEMENTS, SIGNATURE_ELEMENTS = 4, 3
-UNSIGNED = 0  # in place of a signature, which is in 0 < s < 2^26; ranks/sites.py computes it
+UNSIGNED = 0  # for sums without a signature; ranks/sites.py computes signatures, 0 < s < 2^26
 MIXER = 0x9E3779B97F4A7C15 - 2**64  # odd, as an int64; reference.py's signature_of_call multiplies by it
-MAX_CACHED_KERNELS = 4096  # of both passes and all devices
+MAX_CACHED_KERNELS = 4096  # for both passes and all devices together
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # keyed by the number of dims
 
 Inputs: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual
@@ -54,7 +55,7 @@ ONE_VALUE = 3  # a forward has exactly one value per channel
 
 
 class Layout(NamedTuple):
-    """How a non-overlapping and dense tensor is viewed as (outer, channel, inner). All tensors of a call share x's.
+    """The view of a non-overlapping and dense tensor as (outer, channel, inner). All tensors of a call have x's layout.
 
     (N, C, H, W) contiguous                   -> (N, C, H*W)
     (N, C, H, W) in channels_last             -> (N*H*W, C, 1)
@@ -80,9 +81,8 @@ class Layout(NamedTuple):
     def dense(self, tensor: Tensor) -> Tensor:
         """Return `tensor` if `fold` can view it, else a dense copy in this layout.
 
-        `contiguous` is not called on a contiguous tensor: it would return the same tensor, and a graph of torch 2.11,
-        which makes an output of each result in an autograd Function, gives no gradient to a tensor that is an output
-        twice.
+        `contiguous` is not called on a contiguous tensor, because it would return the tensor itself. In graphs of torch
+        2.11 that tensor would then be an output of an autograd Function twice, and get no gradient.
         """
         if not self.channel_innermost:
             return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -107,8 +107,8 @@ class Layout(NamedTuple):
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """Return whether torch treats the strides as channels_last or channels_last_3d, also for a tensor that is not
-    dense: an operator's output is in this format then."""
+    """Return whether torch treats the strides as channels_last or channels_last_3d. Torch does so even if the tensor is
+    not dense: the outputs of its operators are then in this format."""
     if tensor.ndim not in CHANNELS_LAST or 0 in tensor.shape:
         return False
     if tensor.is_contiguous(memory_format=CHANNELS_LAST[tensor.ndim]):
@@ -122,13 +122,13 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 class StatusWords(NamedTuple):
-    """Addresses of int64 words in which a GPU kernel stores what it sees in a total. After any fault, kernels write
+    """Addresses of int64 words in which a GPU kernel stores what it finds in a total. After any fault, kernels write
     neither running statistics nor the counter."""
 
-    host_address: int  # of the 3 words ENDED, FAULT and LOCAL_NOT_FINITE, in pinned memory that the host reads
-    device_address: int  # of 1 word in the GPU's memory: a copy of FAULT, which later kernels read
-    # Of this all_reduce, > 0. Negative in a captured graph, which replays with a constant: kernels then store only
-    # faults. 0: no status words.
+    host_address: int  # address of ENDED, FAULT and LOCAL_NOT_FINITE in pinned memory, which the host reads
+    device_address: int  # address of a copy of FAULT in the GPU's memory, which later kernels read
+    # > 0: the number of this all_reduce. < 0: a constant that identifies layer and pass, in a CUDA graph; kernels then
+    # store only faults. 0: there are no status words.
     sequence_number: int
 
 
@@ -154,12 +154,13 @@ class ForwardConfig(NamedTuple):
 
     @property
     def masks_by_x(self) -> bool:
-        """Whether the backward of a fused relu masks dy by x, scale and shift, which then follow the statistics."""
+        """Whether backward computes the mask of a fused relu from x, scale and shift. Forward then appends scale and
+        shift to the statistics."""
         return self.relu and not self.has_residual
 
     @property
     def masks_by_y(self) -> bool:
-        """Whether the backward of a fused relu masks dy by y, which is then saved."""
+        """Whether backward computes the mask of a fused relu from y. Forward then saves y."""
         return self.relu and self.has_residual
 
 
@@ -188,7 +189,7 @@ class Kernels(ABC, Generic[Config]):
     @classmethod
     @functools.lru_cache(MAX_CACHED_KERNELS)
     def cached(cls, config: Config) -> Self:
-        """Return the kernels of this class for `config`, which are made once."""
+        """Return the kernels of this class for `config`. The kernels for a config are created once."""
         return cls(config)
 
 
@@ -201,14 +202,15 @@ class ForwardKernels(Kernels[ForwardConfig]):
     @abstractmethod
     def forward_sums(self, x: Tensor, signature: int = UNSIGNED, status_words: StatusWords | None = None) -> Tensor:
         """Return float64 (2C + 4,): sum x, sum x^2, n and the signature. `status_words` belong to the all_reduce that
-        follows; CPU kernels ignore them in all calls."""
+        follows; CPU kernels ignore them in all methods."""
 
     @abstractmethod
     def forward_outputs(
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0,
         status_words: StatusWords | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
-        """Return y; the statistics, packed as in statistics.py; and False if a signed total is known not to be finite.
+        """Return y; the statistics, packed as in statistics.py; and False if a signed total is known not to be finite,
+        else True.
 
         The buffers are updated in place. A momentum of None averages over all batches.
         """
@@ -229,8 +231,8 @@ class BackwardKernels(Kernels[BackwardConfig]):
     def backward_outputs(
         self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
     ) -> GradientPair:
-        """Return grad_x, and as the gradient of the residual dy masked by the relu; None for each that the config does
-        not need."""
+        """Return grad_x, and grad_residual, which is dy masked by the relu. Each is None if the config does not need
+        it."""
 
 
 class FastPathBackEnd(Protocol):

@@ -1,8 +1,8 @@
 """Registers the kernels of cpu.py and gpu.py as torch operators, and wraps them as a back end of the fallback.
 
 Operators work where direct calls of cpu.py and gpu.py cannot: in compiled graphs, under dispatch modes and transforms,
-and for tensors whose values are not at their addresses. They check their tensors. They have no autograd formulas: use
-them only inside an autograd.Function, after select.py has loaded the kernels.
+and for tensors whose data_ptr() does not point to their values. The operators check their tensors. They have no
+autograd formulas: use them only inside an autograd.Function, after select.py has loaded the kernels.
 """
 
 import functools
@@ -20,8 +20,8 @@ from syncbn.torch_internals import Function, require_storage
 
 _library = torch.library.Library("syncbn", "DEF")
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
-# An operator whose arguments or results change gets a new name, because Inductor's cache on disk has graphs with the
-# old name.
+# An operator whose arguments or results change gets a new name, because Inductor's cache on disk may contain graphs
+# that call the old operator.
 
 
 class Forward(reference.Forward):

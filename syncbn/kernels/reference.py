@@ -1,18 +1,18 @@
-"""Defines the kernels as torch operations, which run on every device. The other back ends must compute the same.
+"""Defines the kernels as torch operations, which run on every device. Other back ends must compute the same results.
 
 The fallback uses one of three back ends: this module, whose operations autograd, torch.func and compilers can trace; in
-eager mode `Chunked`, which keeps float64 copies small; or operators.py, whose classes derive from those below. cpu.py
-and gpu.py are the back ends of the fast path. Their methods take more arguments, see interface.py.
+eager mode `Chunked`, which keeps float64 copies small; or operators.py, whose classes derive from those below. The
+back ends of the fast path, cpu.py and gpu.py, have methods with more arguments, see interface.py.
 
 Tensors      x is non-overlapping and dense, and viewed as (outer, C, inner), see Layout in interface.py. dy, y and the
              residual have the shape, dtype and layout of x. Sums, totals and statistics are float64, packed as in
-             statistics.py. weight and bias (C,) have any float dtype. Sums have zeros in place of a signature here.
+             statistics.py. weight and bias (C,) have any float dtype. Here sums have zeros instead of a signature.
 Fused relu   Backward sets dy to 0 where the output of the relu is 0. With a residual that output is the saved y.
-             Without a residual y is None, and the output is computed again from x, scale and shift (C,), which follow
-             the statistics.
+             Without a residual y is None, and the output is computed again from x, scale and shift. Both are (C,) and
+             are appended to the statistics.
 Reductions   They accumulate in float64. For speed the other back ends may first add a few 16-bit values (on GPUs also
-             float32 values) in float32: then squares of values beyond 1.8e19 overflow, and squares of values below
-             1e-19 lose digits.
+             float32 values) in float32. In float32, squares of values beyond 1.8e19 overflow, and squares of values
+             below 1e-19 lose digits.
 Elementwise  Operations on elements compute in float32, or in float64 for float64 tensors. For values beyond 1e18 the
              float32 coefficient b of backward_outputs underflows, and the gradient loses the term of the variance.
 """
@@ -28,16 +28,16 @@ from syncbn.kernels import interface
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
 from syncbn.statistics import N_COPIES, compute_dtype, from_sums, unpack
 
-CHUNK_ELEMENTS = 2**18  # per chunk on CPUs: 2 MB in float64, which fit in the caches
-GPU_CHUNK_ELEMENTS = 2**24  # 128 MB in float64: with smaller chunks the launches would dominate
+CHUNK_ELEMENTS = 2**18  # on CPUs: 2 MB in float64, which fit in the caches
+GPU_CHUNK_ELEMENTS = 2**24  # 128 MB in float64; with smaller chunks the launches would take most of the time
 
 
 def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
-    """Return the signature of a backward, float64 (1,): bits of the sums in the forward's total are mixed in.
+    """Return the signature of a backward, float64 (1,): `signature` mixed with the sums in the forward's total.
 
-    The total is the same on all ranks and differs from call to call of a layer. h = sum of bits_i * (2 i + 1), where
-    NaN counts as 0 because its bits may differ between ranks. 24 bits of h * MIXER change the signature below its
-    highest bit.
+    The total is the same on all ranks and differs from call to call of a layer. bits_i is sum i as an int64, or 0 for
+    NaN, whose bits may differ between ranks. h = sum of bits_i * (2 i + 1). The bits of the signature below its highest
+    bit are XORed with the bits of h * MIXER from bit 40 on.
     """
     sums = forward_total[: -interface.TRAILER_ELEMENTS]
     bits = torch.where(sums.isnan(), 0, sums.view(torch.int64))
@@ -55,12 +55,12 @@ class Operations:
         self.config = config
 
     def reduce(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
-        """Return the per-channel sums of the two results of `terms`, which gets the tensors folded: float64 (2C,)."""
+        """Return the per-channel sums, float64 (2C,), of the two results of `terms`, called with the folded tensors."""
         first, *rest = [torch.cat([*map(channel_sums, terms(*chunk))]) for chunk in self.chunks(x, *others)]
         return sum(rest, first)
 
     def map_elements(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
-        """Return the result of `function`, which gets the tensors folded, in the shape, dtype and strides of x.
+        """Call `function` with the folded tensors. Return its result with the shape, dtype and strides of x.
 
         The result is not a view, because autograd forbids in-place changes of a view that a Function returns.
         """
@@ -74,7 +74,7 @@ class Operations:
         return result
 
     def chunks(self, *tensors: Tensor | None) -> Iterable[list[Tensor | None]]:
-        """Return the tensors folded to (outer, channel, inner): views of each chunk, or the whole tensors."""
+        """Fold the tensors to (outer, channel, inner), and return views of each chunk, or the whole tensors."""
         folded = [None if tensor is None else self.config.layout.fold(tensor) for tensor in tensors]
         if not self.chunked:
             return [folded]
@@ -113,7 +113,8 @@ class Forward(Operations):
     def forward_outputs(self, inputs: Inputs, total: Tensor) -> tuple[Tensor, Tensor]:
         """Return y = (x - center) * scale + shift (+ residual) (then relu), and the statistics.
 
-        mean = center + rest: x - center is exact, and the shift contains the rest.
+        mean = center + rest, where center has the dtype of computation. The shift contains -rest * scale. Subtracting
+        center from an x near the mean is exact.
         """
         (x, weight, bias, residual), config = inputs, self.config
         statistics = from_sums(total[: -interface.SIGNATURE_ELEMENTS], self.config.eps)
@@ -195,7 +196,7 @@ class BackEnd(Protocol):
 
 
 class Chunked:
-    """The chunked classes, under the names that a module of this protocol has."""
+    """The back end of the chunked classes."""
 
     Forward, Backward = ChunkedForward, ChunkedBackward
 

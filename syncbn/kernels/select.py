@@ -12,13 +12,14 @@ from syncbn.kernels.interface import BackwardConfig, FastPathBackEnd, ForwardCon
 from syncbn.texts import warn_once
 from syncbn.torch_internals import constant_in_graphs, is_capturing
 
-WARNING_BYTES = 1_000_000  # larger inputs warn if there are no fast kernels
+WARNING_BYTES = 1_000_000  # the size above which an input without fast kernels causes a warning
 
 
 def fast_path_back_end(config: ForwardConfig | BackwardConfig) -> FastPathBackEnd | None:
     """Return the back end of the fast path for tensors of this config, or None if there is none on this machine.
 
-    For large tensors None warns once. The kernels of the back end read and write plain tensors at their addresses.
+    The first time that there is none for large tensors, a warning is issued. The kernels of the back end access the
+    memory of plain tensors directly.
     """
     device = config.device
     if device.type not in ("cpu", "cuda"):
@@ -94,11 +95,14 @@ def _reason_no_triton(device: torch.device, compiling: bool) -> str | None:
         raise
     except Exception as error:  # any class: no triton, no C compiler, an unsupported GPU
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            reason += "; install triton"
         if reason.startswith("RuntimeError: Triton Error [CUDA]: out of memory"):
             raise
-        # An error that may occur on one rank alone raises: if only this rank fell back to torch operations, its running
-        # statistics would have other bits than those of the other ranks.
+        # Raise errors that may occur on this rank alone. If only this rank fell back to torch operations, its running
+        # statistics would differ in some bits from those of the other ranks.
         compiler_missing = isinstance(error, FileNotFoundError) and error.filename == os.environ.get("CC")
+        reason += "; set CC to a C compiler" * compiler_missing
         if isinstance(error, OSError) and "ldconfig" not in reason and not compiler_missing:
             remedy = "set TRITON_CACHE_DIR to a folder on a local disk"
             raise RuntimeError(f"syncbn: Triton cannot use its cache: {error}; {remedy}") from error
@@ -107,7 +111,7 @@ def _reason_no_triton(device: torch.device, compiling: bool) -> str | None:
 
 
 def _try_triton(device: torch.device) -> None:
-    """Run the forward kernels twice, because Triton launches a kernel the first time, and gpu.py from then on.
+    """Run the forward kernels twice, because Triton makes the first launch of a kernel, and gpu.py all later launches.
 
     The host waits for the GPU, so that errors of the GPU surface here. **Raises** RuntimeError if the kernels compute
     wrong values.
@@ -121,7 +125,7 @@ def _try_triton(device: torch.device) -> None:
         status_words = StatusWords(words.data_ptr(), words[3:].data_ptr(), sequence_number=1)
         sums = kernels.forward_sums(x, status_words=status_words)
         y, statistics, _ = kernels.forward_outputs((x, None, None, None), sums, (mean, var, None), 1.0, status_words)
-    # torch.cuda.set_sync_debug_mode("error") refuses copies for which the host waits.
+    # non_blocking, because torch.cuda.set_sync_debug_mode("error") refuses copies for which the host waits
     computed = torch.cat((y.view(2), statistics[:4], mean, var, words[:1])).to("cpu", non_blocking=True)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,1 +1,1 @@
-"""Everything that knows ranks: process groups, the all_reduce, call sites, reports, the watchdog, and reductions."""
+"""All code about ranks: process groups, the all_reduce, call sites, reports, the watchdog, and reductions."""

@@ -2,10 +2,10 @@
 
 gloo's all_reduce is a ring, in which W ranks wait for 2 (W - 1) messages one after another. In an all_to_all_single
 each rank sends its payload to all other ranks at once and sums the payloads that it receives in the order of the ranks,
-so that all ranks compute the same bits. This sends W / 2 times the bytes, so syncbn uses all_to_all_single only for
-short payloads on CPU in small groups of gloo, and all_reduce otherwise. If one rank waits in all_to_all_single and
-another in all_reduce, for example of DistributedDataParallel, both wait until the timeout: gloo does not detect the
-mismatch.
+so that all ranks compute the same bits. This sends W / 2 times as many bytes as the ring, so syncbn uses
+all_to_all_single only for short payloads on CPU in small groups of gloo, and all_reduce otherwise. If one rank waits in
+all_to_all_single and another in all_reduce, for example in that of DistributedDataParallel, both wait until the
+timeout: gloo does not detect the mismatch.
 """
 
 import functools
@@ -23,9 +23,9 @@ from syncbn.texts import format_error, warn, warn_once
 from syncbn.torch_internals import ALL_REDUCE, ALL_TO_ALL, all_reduce_operator, all_to_all_operator
 
 MAX_ALL_TO_ALL_ELEMENTS = 8192  # 64 kB. For longer payloads all_reduce is faster.
-IN_CUDA_GRAPH = 0  # call number of a Collective in a CUDA graph, whose replays run no Python
+IN_CUDA_GRAPH = 0  # call number of a Collective in a CUDA graph, because no Python runs in a replay
 FIRST_WARNING_SECONDS = 30.0  # waiting time before the first warning; it doubles with each warning
-# Magnitudes beyond which squares of finite values overflow. (Values of the other dtypes are squared in float64.)
+# Magnitudes beyond which squares of finite values overflow. (CPU kernels square float32 values in float64.)
 OVERFLOW_THRESHOLDS = {torch.bfloat16: "1e19", torch.float64: "1e154"}
 
 
@@ -46,21 +46,22 @@ def all_reduce(payload: Tensor, group: dist.ProcessGroup, all_to_all_size: int, 
     if use_operator:
         received = all_to_all_operator(sent, group)
     else:
-        # If a rank sends fewer elements, gloo aborts that rank alone, and NaN stays in place of the missing elements.
+        # If a rank sends fewer elements, gloo aborts that rank alone, and the missing elements stay NaN.
         received = torch.full_like(sent, math.nan)
         group.alltoall_base(received, sent, [], [], ALL_TO_ALL).wait()
     return functools.reduce(torch.add, received.chunk(all_to_all_size))
 
 
 class Collective:
-    """Context manager around a collective, in which this rank waits for others.
+    """Context manager for a collective, in which this rank waits for the other ranks.
 
-    `ThisRank.last` outlives the collective, so a Collective must not hold a reference to the group.
+    `ThisRank.last` keeps this object after the collective, so a Collective must not hold a reference to the group.
 
     **Raises** RuntimeError with the positions of all ranks when the collective fails.
     """
 
-    # From 1, among the collectives of syncbn on the group. On a GPU the number is set before the collective begins.
+    # The number of this collective among those of syncbn on the group, from 1. On a GPU it is set before the collective
+    # begins.
     sequence_number = 0
     next_warning_seconds = FIRST_WARNING_SECONDS
 
@@ -76,9 +77,9 @@ class Collective:
 
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
         try:
-            if error is not None and isinstance(error, RuntimeError):
+            if isinstance(error, RuntimeError):
                 self._raise_with_positions(error)
-        finally:  # The report needs this collective among those in which the rank waits.
+        finally:  # not earlier, because the report needs this collective in `waiting`
             del self.rank.waiting[self]
 
     def description(self) -> str:
@@ -90,7 +91,8 @@ class Collective:
         return Position(self.site.group_state.name, self.sequence_number, self.pass_name, self.description())
 
     def to_report(self, error: Exception | None = None) -> report.CallReport:
-        """Return the report of this collective for the other ranks. `error`: this rank has this bad argument."""
+        """Return the report of this collective for the other ranks. `error`: the argument error of this rank, or
+        None."""
         site = self.site
         numbers = site.instance_number, site.next_instance_number(), self.call_number
         compared = self.pass_name, site.signatures.settings, str(self.dtype)
@@ -108,21 +110,22 @@ class Collective:
         return time.monotonic() - self.start
 
     def warn_not_finite(self) -> None:
-        """Warn, once for each layer, that the sums of this rank's input are not finite; explain it in the first warning
-        of this process."""
+        """Warn, once for each layer, that the sums of this rank's input are not finite. After the first warning of this
+        process, a second one explains it."""
         if not self.site.warned_of_nan:
             self.site.warned_of_nan = True
             warn(f"syncbn: NaN or infinity in the input of {self.description()} on rank {self.rank.rank}.")
-            what, dtype = "NaN or infinity in the input of a layer", self.dtype
+            what, dtype = "If the input of a layer has NaN or infinity", self.dtype
             if dtype in OVERFLOW_THRESHOLDS:
-                what += f", or {dtype} values beyond about {OVERFLOW_THRESHOLDS[dtype]}, whose squares overflow,"
-            then = "makes the statistics and running statistics of that layer NaN or infinite on all ranks"
+                what += f", or {dtype} values beyond about {OVERFLOW_THRESHOLDS[dtype]}, whose squares overflow"
+            effect = "the statistics and running statistics of that layer become NaN or infinite on all ranks"
             remedy = "Check the batch of the rank that warned first, then the learning rate and the loss scale"
             hint = "torch.autograd.set_detect_anomaly(True) finds a backward that computes NaN"
-            warn_once(f"syncbn: {what} {then}. {remedy}; {hint}.")
+            warn_once(f"syncbn: {what}, {effect}. {remedy}; {hint}.")
 
     def _raise_with_positions(self, error: RuntimeError) -> None:
-        """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or is a GPU error."""
+        """**Raises** RuntimeError with the positions of all ranks, unless `error` has them, is a GPU error (which gets
+        a note instead) or shows that a backend is missing."""
         if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
             what = f"an earlier kernel failed; its error surfaced in {self.description()}"
             error.add_note(f"syncbn: {what}. With CUDA_LAUNCH_BLOCKING=1 the call that failed raises it.")

@@ -1,14 +1,14 @@
-"""Looks up the process group of a group spec, and creates the groups of an int.
+"""Looks up the process group of a group spec, and creates the groups for an int (the number of ranks per group).
 
-A layer keeps a group spec instead of a ProcessGroup, so that the layer can be copied, pickled and saved. A spec is one
-of
+A layer keeps a group spec instead of a ProcessGroup, so that the layer can be copied, pickled and saved. A spec is
+one of
     None         the default group, looked up at each call
     int k        groups of k consecutive ranks: 0..k-1, k..2k-1, ...
     GlobalRanks  a ProcessGroup: its global ranks, and a handle that deepcopy shares and pickle drops
 
-`to_spec` returns the spec of a process group that the user passes, and `to_user` returns that group. The spec of a
-layer may be a group that does not contain this rank; training the layer then raises ValueError. `make` is a collective
-over ALL ranks of the default group, which must call it in the same order. No other function here communicates.
+`to_spec` converts a process group that the user passes to a spec, and `to_user` converts the spec back. The spec of a
+layer may be a group that does not contain this rank; training the layer then raises ValueError. `make` is a collective:
+ALL ranks of the default group must call it, in the same order. No other function here communicates.
 """
 
 import functools
@@ -28,8 +28,10 @@ _groups_by_size: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGrou
 
 
 class GlobalRanks:
-    """The spec of a ProcessGroup: its global ranks, and a handle that deepcopy shares and pickle drops. `ranks` is
-    empty on ranks outside of the group, where new_group returns GroupMember.NON_GROUP_MEMBER."""
+    """The spec of a ProcessGroup: its global ranks, and a handle that deepcopy shares and pickle drops.
+
+    On a rank outside of the group, `ranks` is empty, because new_group returns GroupMember.NON_GROUP_MEMBER there.
+    """
 
     def __init__(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None = None) -> None:
         self.ranks, self.handle = ranks, handle
@@ -44,8 +46,8 @@ class GlobalRanks:
         return f"ranks {list(self.ranks)}" if self.ranks else "a group without this rank"
 
     def group(self) -> dist.ProcessGroup | None:
-        """Return the ProcessGroup; after unpickling, or if the group was destroyed, the oldest group of exactly these
-        ranks, or None."""
+        """Return the ProcessGroup. After unpickling, or if the group was destroyed, return the oldest existing group of
+        exactly these ranks, or None if there is none."""
         _refresh_handle(self)
         return self.handle
 
@@ -54,12 +56,14 @@ class GlobalRanks:
 def _refresh_handle(spec: GlobalRanks) -> None:
     candidates = existing_groups()
     if spec.handle not in candidates:
-        spec.handle = next((group for group in candidates if tuple(ranks_in(group)) == spec.ranks), None)
+        spec.handle = next(
+            (group for group in candidates if tuple(dist.get_process_group_ranks(group)) == spec.ranks), None
+        )
 
 
-THIS_RANK_ALONE = 1  # the spec of groups of one rank, for which no group is created
+THIS_RANK_ALONE = 1  # the spec of a group of one rank, for which no ProcessGroup is created
 MAX_ALL_TO_ALL_RANKS = 16
-MAX_GROUP_SIZE = 2**31 - 1  # Larger group sizes are sent as this one, because an int may not fit into an int64.
+MAX_GROUP_SIZE = 2**31 - 1  # Larger sizes are sent as this size, because a Python int may not fit into an int64.
 GroupSpec: TypeAlias = int | GlobalRanks | None
 ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # the types that a user may pass
 
@@ -84,14 +88,14 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
             what = f"process_group is a {type(process_group).__name__} that was destroyed, or that was not created by"
             remedy = "pass an existing group, or None for the default group"
             raise ValueError(f"{what} torch.distributed.new_group(); {remedy}")
-        return GlobalRanks(tuple(ranks_in(process_group)), process_group)
+        return GlobalRanks(tuple(dist.get_process_group_ranks(process_group)), process_group)
     remedy = 'for a DeviceMesh, pass mesh.get_group(); for one group per node, int(os.environ["LOCAL_WORLD_SIZE"])'
     what = f"got {process_group!r} of type {type(process_group).__name__}"
     raise TypeError(f"process_group must be None, a ProcessGroup or an int (ranks per group), {what}; {remedy}")
 
 
 def to_user(spec: GroupSpec) -> ProcessGroupLike:
-    """Return the process group that the user passed; `spec` itself for a ProcessGroup that does not exist here."""
+    """Return the process group that the user passed, or `spec` if it is a ProcessGroup that does not exist here."""
     if not isinstance(spec, GlobalRanks):
         return spec
     return (spec.group() or spec) if includes_this_rank(spec) else dist.GroupMember.NON_GROUP_MEMBER
@@ -103,8 +107,8 @@ def includes_this_rank(spec: GroupSpec) -> bool:
 
 
 def lookup(spec: GroupSpec) -> dist.ProcessGroup | None:
-    """Return the group of `spec`, without communication; None if its groups have not been created yet, or without a
-    process group.
+    """Return the group of `spec`, without communication. Return None before init_process_group, or if the groups for an
+    int have not been created yet.
 
     **Raises** RuntimeError if the group does not exist, for example because it was destroyed; ValueError if this rank
     is not in it. A layer never falls back to another group or to local statistics.
@@ -131,14 +135,9 @@ def lookup(spec: GroupSpec) -> dist.ProcessGroup | None:
     raise RuntimeError(f"{group_of_layer} was destroyed, or no such group exists here; {remedy}")
 
 
-def ranks_in(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the global ranks of a group; this rank alone for None."""
-    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-
-
 def size(spec: GroupSpec) -> int:
-    """Return the number of ranks in the group of `spec`, even before the group is created; 1 without a process group, 0
-    if this rank is not in the group."""
+    """Return the number of ranks in the group of `spec`, even before the group is created. Return 1 before
+    init_process_group, and 0 if this rank is not in the group."""
     default_group = dist.group.WORLD
     if default_group is None:
         return 1
@@ -149,7 +148,7 @@ def size(spec: GroupSpec) -> int:
 
 @constant_in_graphs
 def all_to_all_size(group: dist.ProcessGroup) -> int:
-    """Return the number of ranks if they use all_to_all_single for short payloads on CPU; 0 if they use all_reduce."""
+    """Return the number of ranks if short payloads on CPU use all_to_all_single, or 0 if they use all_reduce."""
     is_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
     return group.size() if is_gloo and group.size() <= MAX_ALL_TO_ALL_RANKS else 0
 
@@ -168,7 +167,7 @@ def to_torch(spec: GroupSpec) -> dist.ProcessGroup | int | None:
 
 
 def make(size: int, default_group: dist.ProcessGroup) -> None:
-    """Create the groups of an int. This is a collective over ALL ranks of the default group.
+    """Create groups of `size` consecutive ranks. This is a collective over ALL ranks of the default group.
 
     **Raises** ValueError on every rank if the ranks pass different sizes, or if the number of ranks is not a multiple
     of the size.
@@ -183,7 +182,8 @@ def make(size: int, default_group: dist.ProcessGroup) -> None:
     world_size = default_group.size()
     if world_size % size:
         values = f"{world_size} ranks do not divide into groups of {size}"
-        raise ValueError(f"the number of ranks must be a multiple of the group size: {values}")
+        remedy = "pass a divisor, or a ProcessGroup of dist.new_group"
+        raise ValueError(f"the number of ranks must be a multiple of the group size: {values}; {remedy}")
     is_default = size == world_size
     group = None if is_default else dist.new_subgroups(size, timeout=group_timeout(default_group))[0]
     _groups_by_size.setdefault(default_group, {})[size] = group

@@ -6,14 +6,15 @@ Each rank writes to the store of the default process group. A key is "syncbn/", 
     position                the position of this rank
     called/0/layer4.1.bn3   written at a layer's first call: its number of channels, and the ranks of group 0
     fault/0/4f2a...         the rank's report of a collective in which the ranks differ, see report.py
-    fault/0                 the same on a GPU, see status.py
+    fault/0                 the rank's report of the first fault on a GPU, see status.py
 
 The key fault/0/4f2a.../readers contains no rank: it counts the ranks that have read the reports.
 
 A write takes 25 to 120 us, so a thread (watchdog.py) writes the position, once a second if it has changed. The other
-ranks' positions are read (report.py) only for a report, and without delay: torchrun ends the remaining ranks about
-0.1 s after the first failure. A position may be that of an earlier default group, or of a process that has ended, so a
-report gives its age, by the clock of the host that wrote it. No decision depends on a clock.
+ranks' positions are read (report.py) only for a report, and without delay, because torchrun ends the remaining ranks
+about 0.1 s after the first failure. A position may come from an earlier default group, or from a process that has
+ended. A report therefore gives the age of each position, which is wrong if the clocks of hosts differ. No decision
+depends on a clock.
 """
 
 import contextlib
@@ -51,14 +52,14 @@ class Position(NamedTuple):
     sequence_number: int = 0  # the number of the collective among those of syncbn on the group, from 1
     pass_name: str = ""  # the pass of the collective, such as "forward", "backward" or `WITH_GRAPH`
     description: str = ""  # the collective, such as "layer4.1.bn3 forward, call 17"
-    error: str = ""  # the error that a layer has raised on this rank since
+    error: str = ""  # the error that a layer has raised on this rank since that collective
     departure: str = ""  # `HAS_LEFT` and the reason, if the rank has left the group
     process: int = 0
     host: str = ""
     time: float = 0.0  # when the position was written, by the host's clock
     # The rank that reads a position sets these fields.
-    process_state: str = ""  # the process has ended or is stopped
-    layer_call: str = ""  # how the rank has called the layer in which the reader waits, if ranks differ in this
+    process_state: str = ""  # a text if the process has ended or is stopped
+    layer_call: str = ""  # how the rank has called the layer in which the reader waits, if the calls differ
 
 
 class Wait(Protocol):
@@ -87,11 +88,11 @@ class ThisRank:
 
     last: Wait | None = None  # the last collective that this rank has begun
     written_position: Position | None = None  # the last position that was written, with time 0
-    report_thread: threading.Thread | None = None  # the thread of the last report, which a slow store delays
+    report_thread: threading.Thread | None = None  # the thread of the last report, which may wait for a slow store
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self.num_ranks, self.process = dist.get_rank(), world.size(), os.getpid()
-        self.store: dist.Store = default_store()  # kept, as default_store() may later return that of another group
+        self.store: dist.Store = default_store()  # kept, because default_store() may later return another store
         self.store_answers, self.store_appends = True, _appends(self.store)
         self.prefix = f"syncbn/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self.waiting: dict[Wait, None] = {}  # the unfinished collectives of all threads
@@ -104,9 +105,9 @@ class ThisRank:
         self.write_position()
 
     def position(self, wait: Wait | None = None) -> Position:
-        """Return the position of this rank, with time 0. If several threads wait, use the longest wait; or `wait`, if
-        that is one of them."""
-        waiting = [*self.waiting]  # a copy, as other threads change the dict
+        """Return the position of this rank, with time 0. If this rank waits in several collectives, the position is in
+        `wait` if this is one of them, otherwise in the oldest collective."""
+        waiting = [*self.waiting]  # a copy, because other threads change the dict
         last = wait if wait in waiting else next(iter(waiting), self.last)
         text, before = self.error
         error = text if before is last else ""
@@ -114,17 +115,18 @@ class ThisRank:
         return position._replace(error=error, departure=self.departure, process=self.process, host=this_host())
 
     def record_error(self, error: BaseException) -> None:
-        """Record an error that a layer raises on this rank, as other ranks may wait in the collective that follows."""
+        """Record an error that a layer raises on this rank, because other ranks may wait in the next collective."""
         self.error = f"has raised {format_error(error)}".partition("\n")[0][:300], self.last
 
-    def is_reading(self, seconds: float = 0.0) -> bool:
-        """Return whether a report still waits for the store after up to `seconds`: another call would wait too."""
+    def wait_for_report(self, seconds: float = 0.0) -> bool:
+        """Wait up to `seconds` for the thread of the last report. Return False if it still waits for the store: another
+        call to the store would wait, too."""
         thread = self.report_thread
         if thread is None or not thread.is_alive():
-            return False
+            return True
         if thread is not threading.current_thread():
             thread.join(seconds)
-        return thread.is_alive()
+        return not thread.is_alive()
 
     def write_position(self) -> None:
         """Write the position if it has changed."""
@@ -136,7 +138,7 @@ class ThisRank:
     def write(self, key: str, value: object) -> bool:
         """Write a value as JSON, and return whether the store accepted it."""
         if self.store_answers:
-            with self.using_store():
+            with self.suppressing_store_errors():
                 self.store.set(self._key(self.rank, key), json.dumps(value))
                 return True
         return False
@@ -146,7 +148,7 @@ class ThisRank:
         self._poll_store(lambda: self.store.delete_key(self._key(self.rank, key)), 0.0)
 
     def read(self, ranks: Sequence[int], key: str) -> list[Any]:
-        """Return the value of each of these ranks under the key; None for a rank that has written none."""
+        """Return the value that each of these ranks has written under the key, or None for a rank without a value."""
         store, keys = self.store, [self._key(rank, key) for rank in ranks]
         if store.check(keys):
             has_multi_get = store.has_extended_api()  # type: ignore[attr-defined]
@@ -155,11 +157,11 @@ class ThisRank:
         return [*self.read(ranks[:half], key), *self.read(ranks[half:], key)] if half else [None]
 
     def gather(self, ranks: Sequence[int], key: str, seconds: float) -> list[Any]:
-        """Return the value of each of these ranks under the key, when all have written one or `seconds` have elapsed;
-        None for a rank that has written none.
+        """Wait up to `seconds` until all of these ranks have written a value under the key. Return the values, with
+        None for a rank without a value.
 
-        The first rank waits until the others have read the values, as its process may hold the store, and then deletes
-        them.
+        The first rank, whose process may hold the store, waits until the other ranks have read the values, and then
+        deletes them.
         """
         values, readers = [None] * len(ranks), f"{self.prefix}/{key}/readers"
         written = [self._key(rank, key) for rank in ranks]
@@ -177,10 +179,10 @@ class ThisRank:
         return values
 
     def _poll_store(self, ask: Callable[[], bool], seconds: float) -> bool:
-        """Call `ask` until it returns True or `seconds` have elapsed, at least once. Return whether it did."""
+        """Call `ask` at least once, until it returns True or `seconds` have elapsed. Return whether it became True."""
         deadline, pause = time.monotonic() + seconds, 0.001
         while self.store_answers:
-            with self.using_store():
+            with self.suppressing_store_errors():
                 if ask():
                     return True
             if time.monotonic() >= deadline:
@@ -193,9 +195,9 @@ class ThisRank:
         return f"{self.prefix}/{rank}/{key}"
 
     @contextlib.contextmanager
-    def using_store(self) -> Iterator[None]:
-        """Suppress the errors of a store that is called in this context. After a broken connection the store is not
-        called again, because torch prints a C++ backtrace for each failed call; after a timeout it is."""
+    def suppressing_store_errors(self) -> Iterator[None]:
+        """Suppress errors of the store in this context. A timeout is only suppressed. Any other error, such as a broken
+        connection, also stops all later calls to the store, because torch prints a C++ backtrace for each."""
         try:
             yield
         except dist.DistStoreError:

@@ -10,14 +10,15 @@ W ranks; C channels; n_r values per channel on rank r.
 | forward  | S_r = sum x, Q_r = sum x^2, trailer         | 2C + 4   | their sums over all ranks |
 | backward | sum dy, sum dy * (x - mean), trailer        | 2C + 4   | their sums over all ranks |
 
-All elements are float64, and the sums are not centred, so uneven and empty ranks are not special cases. Each pass is
-exactly one collective if the group has two or more ranks, and none otherwise: an all_reduce, or all_to_all_single in
-small groups of gloo, see collective.py. A rank with a bad argument cannot compute its sums but must not leave the other
-ranks waiting: it joins the all_reduce of the forward with zeros and n_r = NaN, so every rank receives n = NaN.
+All elements are float64, and the sums are not centred, so uneven and empty ranks are not special cases. Each pass
+issues exactly one collective if the group has two or more ranks, and none otherwise. The collective is an all_reduce,
+or an all_to_all_single in small groups of gloo, see collective.py. A rank with a bad argument cannot compute its sums
+but must not leave the other ranks waiting: it joins the all_reduce of the forward with zeros and n_r = NaN, so every
+rank receives n = NaN.
 
 The trailer has four elements: n in forward and 0 in backward, and a signature, see sites.py. On CPU every rank reads
-the trailer of the total and detects there whether the ranks are in different layers; report.py makes the error that
-they raise. On a GPU a kernel reads the trailer, and every rank raises some calls later, see status.py.
+the trailer of the total, which shows whether the ranks are in different layers; report.py makes the error that all
+ranks raise. On a GPU a kernel reads the trailer, and every rank raises the error some calls later, see status.py.
 """
 
 import contextlib
@@ -49,32 +50,33 @@ from syncbn.torch_internals import (
 
 
 class Reduction(ABC):
-    """The sums over the ranks that a call synchronises."""
+    """Adds the sums of one call over the ranks of its group."""
 
     group: dist.ProcessGroup | None  # None for one rank
     num_ranks: int | None  # None in a compiled graph, where it is unused
     signatures: Signatures
-    # The total of the forward; None for one rank. It is released after a backward that does not keep its graph, because
-    # a loss that the program keeps also keeps this object.
+    # The total of the forward; None for one rank. It is set to None after a backward without retain_graph: a loss that
+    # the program stores would otherwise keep the total alive.
     forward_total: Tensor | None = None
-    reads_trailer = False  # whether ranks or their GPUs read the trailer of a total, so that a rank may send n = NaN
+    # Whether the ranks, or kernels on their GPUs, read the trailer of a total. Only then may a rank send n = NaN.
+    reads_trailer = False
 
     @abstractmethod
     def all_reduce(self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
-        """Return the sum over the ranks of `payload`, which ends in a trailer and may be overwritten. With
-        `status_words` a GPU kernel checks the total, else the host.
+        """Return the sum of `payload` over the ranks. `payload` ends in a trailer and may be overwritten. With
+        `status_words` a GPU kernel checks the total; without them the host checks a total on a CPU.
 
         **Raises** RuntimeError if the all_reduce fails or the ranks are in different layers or passes; ValueError or
         TypeError with the errors of all ranks if a rank has a bad argument.
         """
 
     def sign_and_all_reduce(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
-        """Sign the trailer of float64 `sums` and `all_reduce` them. A rank with an `error` sends NaN in place of n, and
-        raises this error."""
+        """Sign the trailer of the float64 `sums`, and return their `all_reduce`. A rank with an `error` sends NaN
+        instead of n, and raises this error."""
         return self.all_reduce(sums, pass_name)
 
     def status_words(self, pass_name: str, device: torch.device) -> StatusWords | None:
-        """Return the status words of the next all_reduce, on a GPU. **Raises** the fault of an earlier total."""
+        """Return the status words for an all_reduce on a GPU, else None. **Raises** the fault of an earlier total."""
         return None
 
     # The methods below do nothing for one rank and in compiled graphs.
@@ -83,7 +85,7 @@ class Reduction(ABC):
         """Warn, once for each layer, if these `sums` of this rank's forward contain NaN or infinity."""
 
     def record_error(self, error: BaseException) -> None:  # noqa: B027
-        """Record an error that this rank raises, so that the reports of the other ranks contain it if they wait."""
+        """Record an error that this rank raises. Ranks that wait for this rank then report the error."""
 
     def recording_errors(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that records the error of a pass."""
@@ -91,11 +93,11 @@ class Reduction(ABC):
 
 
 class OneRank(Reduction):
-    """One rank, which sends nothing."""
+    """Reduction of a call over one rank, which sends nothing."""
 
     group = None
     num_ranks = 1
-    signatures = Signatures(1)  # UNSIGNED, as they have no identity
+    signatures = Signatures(1)  # all UNSIGNED, because they have no identity
 
     def all_reduce(self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
         return payload
@@ -105,11 +107,11 @@ ONE_RANK = OneRank()
 
 
 class EagerReduction(Reduction):
-    """The ranks of a group, in eager mode."""
+    """Reduction over a group in eager mode."""
 
     group: dist.ProcessGroup
     reads_trailer = True
-    # On a GPU, between `status_words` and `all_reduce`: the collective whose sequence number the kernels have.
+    # The collective whose sequence number `status_words` has given to kernels, until `all_reduce` begins it. GPU only.
     pending_collective: Collective | None = None
     status: StreamStatus  # the status words of the stream, on a GPU
 
@@ -129,7 +131,8 @@ class EagerReduction(Reduction):
         if stream is None:
             return status.status_words(captured_sequence_number(site, pass_name))
         collective, state = self.pending_collective, site.group_state
-        if collective is None:  # not None: the last pass raised before its all_reduce, in which the other ranks wait
+        # If the last pass raised before its all_reduce, its collective is still pending: the other ranks wait in it.
+        if collective is None:
             collective = self.pending_collective = self.new_collective(pass_name)
             collective.sequence_number = state.num_collectives = state.num_collectives + 1
         return status.status_words(collective.sequence_number)
@@ -138,7 +141,8 @@ class EagerReduction(Reduction):
         self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None, error: Exception | None = None,
         use_operator: bool = False,
     ) -> Tensor:  # fmt: skip
-        """See `Reduction`. `error`: this rank has this bad argument. `use_operator`: see `collective.all_reduce`."""
+        """See `Reduction`. `error`: the argument error of this rank, or None. `use_operator`: see
+        `collective.all_reduce`."""
         collective = self.pending_collective or Collective(self.site, self.call_number, pass_name, self.dtype)
         self.pending_collective = fault = None
         if self.call_number == 1 and pass_name == "forward":
@@ -156,9 +160,9 @@ class EagerReduction(Reduction):
             self.forward_total = total
         if fault is None:
             return total
-        try:  # outside of the context, which would report a failed collective
+        try:  # outside of the `with` block, which would report a failed collective
             raise fault
-        finally:  # The traceback refers to this frame; a reference cycle would keep the group and the threads of gloo.
+        finally:  # The traceback refers to this frame. The reference cycle would keep the group and gloo's threads.
             del fault, error
 
     def sign_and_all_reduce(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
@@ -187,7 +191,8 @@ class EagerReduction(Reduction):
                     raise error
                 finally:
                     del error
-        # The host reads a list, because the dispatch mode would see operators. torch.cat has kept `sums` intact.
+        # `all_finite` tests a Python list, because a dispatch mode would intercept operators. `sums` are still those of
+        # this rank, because torch.cat has copied them.
         elif is_forward and payload.is_cpu and type(payload) is Tensor and not all_finite(total):
             self.warn_unless_finite(sums)
         return total
@@ -216,15 +221,16 @@ def all_finite(sums: Tensor) -> bool:
 
 
 def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: Exception | None) -> Exception | None:
-    """Return the error that this rank raises for a total with a fault. `error`: this rank has this bad argument.
+    """Return the error that this rank raises for a total with a fault. `error`: the argument error of this rank, or
+    None.
 
-    Return None if only the instance numbers of the layer differed: the ranks have then agreed on a new number.
+    If only the instance numbers of the layer differed, let the ranks agree on a new number, and return None.
     """
     site, state, rank = collective.site, collective.site.group_state, collective.rank
     if math.isnan(total[-1]):  # The ranks have sent different lengths, and gloo has aborted a rank.
         where = report.report_positions(rank, collective, has_failed=True)
         return error or RuntimeError(report.TITLE_LENGTHS + where)
-    # repr has one text for every NaN.
+    # repr gives every NaN the same text.
     key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
     calls = report.gather_calls(rank, state.ranks, key, collective.to_report(error))
     fault = report.explain(rank, state.ranks, collective, calls, ranks_differ, can_renumber=True)
@@ -237,7 +243,7 @@ def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: 
 
 
 class GraphReduction(Reduction):
-    """The ranks of a group in a compiled graph, in which the layer is unknown and no rank reads the trailer."""
+    """Reduction over a group in a compiled graph, where the layer is unknown and no rank reads the trailer."""
 
     group: dist.ProcessGroup
     num_ranks = None
@@ -250,8 +256,11 @@ class GraphReduction(Reduction):
 
 
 def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Reduction:
-    """Return the reduction of a call. **Raises** RuntimeError in torch.jit.trace, which cannot record the collectives,
-    before anything is sent: often only one rank traces."""
+    """Return the reduction of a call.
+
+    **Raises** RuntimeError in torch.jit.trace, which cannot record the collectives. The error is raised before
+    anything is sent, because often only one rank traces.
+    """
     if is_compiling():
         return graph_reduction(spec)
     if is_jit_tracing():
@@ -274,7 +283,7 @@ def eager_reduction(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) 
         if group is None:
             return ONE_RANK
         site = call_site(caller, group)
-        object.__setattr__(caller, "_call_site", site)  # A layer's own __setattr__ may raise.
+        object.__setattr__(caller, "_call_site", site)  # bypasses the __setattr__ of a subclass, which may raise
     return EagerReduction(group, site, dtype)
 
 
@@ -283,8 +292,8 @@ def graph_reduction(spec: GroupSpec) -> Reduction:
 
     **Raises** RuntimeError if groups would have to be created, and in an export over several ranks.
     """
-    # Dynamo guards WORLD, so it recompiles for another default group; it folds is_initialized() without a guard. In
-    # graphs of torch 2.11 WORLD itself is never None.
+    # Dynamo guards WORLD, so it recompiles for another default group. In graphs of torch 2.11, however, WORLD is never
+    # None, so is_initialized() is tested too, which Dynamo evaluates to a constant without a guard.
     if spec == groups.THIS_RANK_ALONE or dist.group.WORLD is None or not dist.is_initialized():
         return ONE_RANK
     group = groups.lookup(spec)
@@ -300,19 +309,19 @@ def graph_reduction(spec: GroupSpec) -> Reduction:
     return GraphReduction(group)
 
 
-@constant_in_graphs  # Dynamo would break the graph at an error that it traces, and run the layer in eager mode.
+@constant_in_graphs  # If Dynamo traced the raise, it would break the graph and run the layer in eager mode.
 def _raise_in_graph(message: str) -> NoReturn:
     raise RuntimeError(message)
 
 
 def record_ranks(caller: Caller, reduction: Reduction) -> None:
-    """Record on the caller how many ranks were synchronised."""
+    """Record on the caller over how many ranks the call was synchronised."""
     if not is_compiling():  # In a compiled graph a change of the attribute would cause a recompilation.
-        object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # A layer's own __setattr__ may raise.
+        object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)
 
 
 def resolve(spec: GroupSpec) -> dist.ProcessGroup | None:
-    """Return the group of `spec`; None for a group of one rank, and without a process group.
+    """Return the group of `spec`, or None for a group of one rank and before init_process_group.
 
     The first call with an int above 1 creates the groups. **Raises** the errors of `groups.lookup` and `make_groups`.
     """
@@ -326,34 +335,34 @@ def resolve(spec: GroupSpec) -> dist.ProcessGroup | None:
 
 
 def make_groups(spec: GroupSpec) -> None:
-    """Create the groups of an int above 1, unless they exist. **Raises** the errors of `_make_groups`."""
+    """If `spec` is an int above 1, create its groups unless they exist. **Raises** the errors of `_make_groups`."""
     if isinstance(spec, int) and spec != groups.THIS_RANK_ALONE:
         _make_groups(spec)
 
 
 def _make_groups(spec: int) -> None:
-    """Create the groups of an int, unless they exist: a collective over ALL ranks of the default group, which appears
-    in the reports of positions. **Raises** the errors of `groups.make`."""
+    """Create the groups of `spec` ranks each, unless they exist. This is a collective over ALL ranks of the default
+    group; reports of positions show it. **Raises** the errors of `groups.make`."""
     default_group = dist.group.WORLD
     if default_group is not None and groups.lookup(spec) is None:
-        caller = FunctionCaller(f"the making of groups for process_group={spec!r}", is_signed=False)
-        with Collective(call_site(caller, default_group), 1, "making"):
+        caller = FunctionCaller(f"the creation of groups for process_group={spec!r}", is_signed=False)
+        with Collective(call_site(caller, default_group), 1, "creation"):
             groups.make(spec, default_group)
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
-    """Return this rank's group of `group_size` consecutive ranks, as apex's function of the same name; for 0, None: the
-    default group.
+    """Return this rank's group of `group_size` consecutive ranks, like apex's function of the same name. Return None,
+    which stands for the default group, if `group_size` is 0.
 
-    The first call with a size is a collective over all ranks of the default group.
+    The first call with each size is a collective over all ranks of the default group.
 
-    **Raises** ValueError if `group_size` is negative or the number of ranks is not a multiple of it; RuntimeError
-    before init_process_group.
+    **Raises** ValueError if `group_size` is not an int or is negative, or if the number of ranks is not a multiple of
+    it; RuntimeError before init_process_group.
     """
     if group_size == 0:
         return None
-    if group_size < 0:
-        raise ValueError(f"group_size must not be negative, got {group_size}")
+    if not isinstance(group_size, int) or group_size < 0:
+        raise ValueError(f"group_size must be an int that is not negative, got {group_size!r}")
     if dist.group.WORLD is None:
         raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
     _make_groups(group_size)

@@ -23,26 +23,31 @@ from syncbn.ranks.positions import (
 )
 from syncbn.texts import format_by_rank
 
-SETTLE_SECONDS = 0.3  # After a failure, a report waits so long for a rank that writes why it leaves.
+SETTLE_SECONDS = 0.3  # how long a report waits, after a failure, for a rank that may still write why it leaves
 READ_SECONDS = 5.0  # the longest time for which a report waits for the store
 ANSWER_SECONDS = 5.0  # the longest time for which a rank waits for the other ranks' reports
-WITH_GRAPH = "backward with create_graph or torch.func"  # the pass_name of the first all_reduce of such a backward
+WITH_GRAPH = "backward with create_graph or torch.func"  # pass_name of the first all_reduce of that backward
 
 TITLE_LAYERS = "syncbn: the ranks are in different layers or calls.\n"
-TITLE_LENGTHS = "syncbn: the ranks have sent the sums of different numbers of channels.\n"
+TITLE_LENGTHS = "syncbn: the ranks have sent sums of different sizes.\n"
 TITLE_ARGUMENT = "syncbn: another rank has a bad argument.\n"
 FALSE_ALARM = "If this is a false alarm, set SYNCBN_CHECKS=0 on every rank, which disables the comparison of ranks."
 
 EXTRA_CALL = "A rank has called the model once more, for example to validate or profile it without model.eval()."
 FEWER_BATCHES = (
-    "A rank has fewer batches: give all ranks the same number, or continue there with empty batches, images[:0]."
+    "A rank has fewer batches: give all ranks the same number of batches, or let that rank continue with empty "
+    "batches, images[:0]."
+)
+EVALUATION = (
+    "To evaluate on some ranks only, call ddp.module(x) after model.eval(), because a forward of "
+    "DistributedDataParallel may broadcast buffers."
 )
 REMEDY_LAYERS = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
     "mode. Before a call on one rank only, for example to profile the model, call model.eval(). If only some ranks "
-    "call a layer, call it on the other ranks too, for their backward as well: loss = loss + layer(x[:0]).sum(). If "
-    "only some ranks have a layer (a pipeline stage, or a DistributedDataParallel with a process_group), pass their "
-    "group: convert_syncbn_model(model, process_group)."
+    "call a layer, call it on the other ranks too, with an empty batch, and add its output to their loss: loss = loss "
+    "+ layer(x[:0]).sum(). If only some ranks have a layer (a pipeline stage, or a DistributedDataParallel with a "
+    "process_group), pass the group of these ranks: convert_syncbn_model(model, process_group)."
 )
 REMEDY_MODELS = (
     "Several models of one class have a layer of this name, numbered in the order of their first training calls: call "
@@ -50,7 +55,7 @@ REMEDY_MODELS = (
 )
 REMEDY_PASSES = (
     "Possible causes:\n"
-    "- A rank has left out a layer or a backward: for each missing call, loss = loss + layer(x[:0]).sum().\n"
+    "- A rank has left out a layer or a backward: for each missing call write loss = loss + layer(x[:0]).sum().\n"
     f"- {FEWER_BATCHES}\n"
     f"- {EXTRA_CALL}\n"
     "- A rank has called ddp.module where the other ranks call ddp."
@@ -65,33 +70,34 @@ REMEDY_BACKWARDS = (
 REMEDY_ENDED = (
     "Read the last output of the ended process. If there is none, memory may have run out: see dmesg. If it is "
     "gloo::EnforceNotMet, the ranks have sent different sizes. Possible causes:\n"
-    "- A rank has a different number of channels, has not converted its model, or is in evaluation mode.\n"
     f"- {EXTRA_CALL}\n"
-    "- A rank has left out a layer."
+    "- A rank has left out a layer, has not converted its model, or is in evaluation mode.\n"
+    "- A layer has a different number of channels on a rank."
 )
 REMEDY_LATE = (
     "Possible causes:\n"
     "- A rank is late, for example because it loads data or saves a checkpoint.\n"
+    f"- A rank is in evaluation mode: call model.train() on every rank. {EVALUATION}\n"
+    "- A rank has not called convert_syncbn_model(model), runs a compiled model, or is on a host that is cut off.\n"
     f"- {FEWER_BATCHES}\n"
     f"- {EXTRA_CALL}\n"
-    "- A rank is in evaluation mode: call model.train() on every rank, and evaluate on some ranks with ddp.module(x), "
-    "because a forward of DistributedDataParallel may broadcast buffers.\n"
-    "- A rank runs a compiled model, has not called convert_syncbn_model(model), or is on a host that is cut off.\n"
 )
 REMEDY_OUTSIDE = (
     "The ranks may wait in different collectives of the program or of DistributedDataParallel; py-spy, or the flight "
-    f"recorder of nccl, shows where a rank waits. A common cause: {FEWER_BATCHES}"
+    "recorder of nccl, shows where a rank waits. Possible causes:\n"
+    f"- {FEWER_BATCHES}\n"
+    f"- A rank alone has evaluated the model. {EVALUATION}"
 )
 REMEDY_CALLS = "Build the same model on every rank, and give the layer the same process_group."
 REMEDY_ONE_CALL = (
     "All ranks are in this call. A rank has a different number of channels or cannot be reached, or another thread, "
-    "such as that of dcp.async_save, uses this process group: pass that thread its own, "
+    "such as that of dcp.async_save, uses this process group: give that thread a group of its own, "
     "process_group=dist.new_group()."
 )
 
 
 class RanksDifferError(RuntimeError):
-    """The ranks of a group are in different layers or calls, or have different settings or inputs there."""
+    """The ranks of a group are in different layers or calls, or in one layer with different settings or inputs."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n{FALSE_ALARM}"
@@ -101,8 +107,8 @@ class CallReport(NamedTuple):
     """A rank's description of its call of a layer, in a collective. Written as JSON."""
 
     description: str  # the call, such as "layer4.1.bn3 forward, call 17"
-    layer: str = ""  # root class and name, which are equal on all ranks
-    instance_number: int = 0  # the number of the layer among those of this root class and name
+    layer: str = ""  # `Site.layer`, the root class and name that ranks compare
+    instance_number: int = 0  # the number of the layer among the layers of this root class and name
     next_instance_number: int = 0  # the next free instance number on this rank
     call_number: int = 0  # the number of the call of the layer
     pass_name: str = ""
@@ -113,8 +119,8 @@ class CallReport(NamedTuple):
 
 
 def gather_calls(rank: ThisRank, ranks: Sequence[int], key: str, call: CallReport) -> list[CallReport | None]:
-    """Write this rank's `call` under the key, and return the calls of these ranks; None for a rank that does not answer
-    within `ANSWER_SECONDS`."""
+    """Write this rank's `call` under the key, and return the calls of these ranks, with None for a rank that does not
+    answer within `ANSWER_SECONDS`."""
     answers: list[Any] = [None] * len(ranks)
 
     def exchange() -> None:
@@ -130,8 +136,8 @@ def gather_calls(rank: ThisRank, ranks: Sequence[int], key: str, call: CallRepor
 
 
 def _start(call_store: Callable[[], None]) -> threading.Thread:
-    """Start a thread that calls the store, whose host may not answer. At the exit of the interpreter, when no thread
-    can start, call the store in this thread."""
+    """Call the store in a new thread, because its host may not answer. At the exit of the interpreter no thread can
+    start, so call the store in this thread."""
     thread = threading.Thread(target=call_store, daemon=True)
     try:
         thread.start()
@@ -146,8 +152,9 @@ def explain(
 ) -> Exception | None:  # fmt: skip
     """Return the error that each of the `ranks` raises for a total with a fault, from their `calls`.
 
-    `ranks_differ`: the trailer shows different signatures. Returns None if only the instance numbers differ and they
-    may be changed: `can_renumber`, and a rank is in its first forward of the layer, as after it has reloaded its model.
+    `ranks_differ`: the trailer shows different signatures. `can_renumber`: the ranks can agree on a new instance
+    number. Return None if only the instance numbers differ, `can_renumber` is True, and some rank calls the layer for
+    the first time, for example because it has reloaded its model.
     """
     answers = [call for call in calls if call is not None]
     if ranks_differ and len(answers) == len(calls):
@@ -170,8 +177,11 @@ def explain(
 
 
 def _difference(calls: Sequence[CallReport], can_renumber: bool) -> tuple[str, str, str] | None:
-    """Return how the ranks' calls differ: the title of the error, the format of each rank's line, and the remedy. None
-    if only instance numbers differ, or if all ranks are in one pass of a layer and a rank has a bad argument."""
+    """Return how the ranks' calls differ: the title of the error, the format of each rank's line, and the remedy.
+
+    Return None if only instance numbers differ, or if all ranks are in one pass of a layer and a rank has a bad
+    argument.
+    """
 
     def all_have(field: str) -> bool:
         return all(getattr(call, field) == getattr(calls[0], field) for call in calls)
@@ -201,20 +211,21 @@ def _difference(calls: Sequence[CallReport], can_renumber: bool) -> tuple[str, s
 
 
 def is_consequence(departure: str) -> bool:
-    """Return whether the error with which a rank has left follows from another rank's end or absence."""
+    """Return whether a rank has left with an error that follows from another rank's end or absence."""
     return "syncbn: a collective failed" in departure or FAILED_COLLECTIVE.search(departure) is not None
 
 
 def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False) -> str:
-    """Return a line for each position of the ranks that wait for one another, and the remedy.
+    """Return the positions of the ranks, one line for each position, and the remedy.
 
-    `wait` is the collective of syncbn in which this rank waits; None for a collective of the program. `has_failed`: the
-    collective has failed, so read the positions again for up to `SETTLE_SECONDS`, until a rank has left or ended.
+    `wait` is the collective of syncbn in which this rank waits, or None if it is a collective of the program.
+    `has_failed`: the collective has failed, so read the positions again for up to `SETTLE_SECONDS`, until a rank has
+    left or ended.
     """
     ranks, reports = [*range(rank.num_ranks)] if wait is None else wait.ranks(), list[str]()
-    if not rank.is_reading(READ_SECONDS) and rank.store_answers:  # Slow stores first answer an earlier report.
+    if rank.wait_for_report(READ_SECONDS) and rank.store_answers:  # A slow store may delay the previous report.
         rank.report_thread = _start(lambda: _read_report(rank, wait, ranks, has_failed, reports))
-        if not rank.is_reading(READ_SECONDS) and reports:
+        if rank.wait_for_report(READ_SECONDS) and reports:
             return reports[0]
     unknown = "not known, as the process group's store does not answer"
     line = _describe(rank.position(wait), rank, wait)
@@ -223,7 +234,7 @@ def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False
 
 def _read_report(rank: ThisRank, wait: Wait | None, ranks: list[int], has_failed: bool, reports: list[str]) -> None:
     """Append the report to `reports`, unless the store fails or another version of syncbn has written positions."""
-    with contextlib.suppress(TypeError), rank.using_store():
+    with contextlib.suppress(TypeError), rank.suppressing_store_errors():
         rank.write_position()
         deadline = time.monotonic() + SETTLE_SECONDS
         positions = _read_positions(rank, wait, ranks)
@@ -239,7 +250,7 @@ def _read_report(rank: ThisRank, wait: Wait | None, ranks: list[int], has_failed
 
 def _read_positions(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list[Position]:
     """Return the positions of the ranks. The states of their processes are read first, so that the position of an ended
-    process is its last one."""
+    process is its last position."""
 
     def read() -> list[Position]:
         return [Position(*value or ()) for value in rank.read(ranks, "position")]
@@ -261,8 +272,8 @@ def _read_positions(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list
 
 
 def _describe(position: Position, rank: ThisRank, wait: Wait | None) -> str:
-    """Return the line of a position, in a report for this rank in `wait`. "last seen" marks the position of a rank that
-    may be further by now: it writes its position once a second."""
+    """Return the line for `position` in a report of this rank, which waits in `wait`. A rank writes its position only
+    once a second, so "last seen" marks the position of a rank that may be further by now."""
     here = rank.position() if wait is None else wait.position()
     place = ""
     if position.description:
@@ -293,15 +304,17 @@ def _remedy(positions: list[Position], wait: Wait | None) -> str:
     departures = [position.departure for position in positions if not is_consequence(position.departure)]
     passes = {position.pass_name for position in positions}
     places = {(position.group, position.sequence_number, position.description) for position in positions}
+    # The passes of a rank that is late differ from those of the other ranks too, but it is in an earlier collective.
+    in_one_collective = len({(position.group, position.sequence_number) for position in positions}) == 1
     rows = (
         (any(len(departure) > len(HAS_LEFT) for departure in departures), ""),
         (any(position.error for position in positions), ""),
         (any(position.layer_call for position in positions), REMEDY_CALLS),
         (any(position.process_state.endswith(HAS_ENDED) for position in positions), REMEDY_ENDED),
-        ({"backward", WITH_GRAPH} <= passes, REMEDY_GRAPHS),
+        (in_one_collective and {"backward", WITH_GRAPH} <= passes, REMEDY_GRAPHS),
         (HAS_LEFT in departures, REMEDY_PASSES),
         (any(position.process_state for position in positions), ""),
-        ({"forward", "backward"} <= passes, REMEDY_PASSES),
+        (in_one_collective and {"forward", "backward"} <= passes, REMEDY_PASSES),
         (wait is None, REMEDY_OUTSIDE),
         (len(places) == 1, REMEDY_ONE_CALL),
         (True, REMEDY_LATE + REMEDY_LAYERS),

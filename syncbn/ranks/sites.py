@@ -1,19 +1,20 @@
-"""Identifies the layers and functions that call on process groups, and signs the payloads that they send.
+"""Identifies the layers and functions that communicate over process groups, and signs the payloads that they send.
 
-A call site is a layer or function on one group. Each rank signs its payload, so that the total shows if the ranks are
-in different layers or passes. The signature s of a call site and a pass is a positive number, computed from
+Here a call site is a pair: a layer or function, and a process group. Each rank signs its payload, so that the total
+shows whether the ranks are in different layers or passes. The signature s of a call site and a pass is a positive
+number, computed from
 
     root and name    the class of the module that `convert_syncbn_model` converted, and the layer's dotted name in it;
                      for a layer without a name, its own class and its number of channels
     instance number  the number of the layer among those of this root and name that have trained on the group, in the
-                     order of their first calls; it separates two models of one class, and is never reused
+                     order of their first calls; it distinguishes two models of one class, and is never reused
     the call         the pass, the settings of the layer, and the dtype of the input
 
-In all passes except the forward, s also has bits of the total of the forward, which differ between calls of one layer
-(signature_of_call in kernels/reference.py). Rank r sends 1, s_r and s_r^2 after its sums. By the Cauchy-Schwarz
+In all passes except the forward, s also depends on the total of the forward, which differs between the calls of a layer
+(see signature_of_call in kernels/reference.py). Rank r sends 1, s_r and s_r^2 after its sums. By the Cauchy-Schwarz
 inequality sum 1 * sum s^2 = (sum s)^2 holds only if all s are equal. Two different call sites of W ranks have equal
 signatures by chance in at most 4 W of 2^26 cases. A rank that does not know its layer, as in a compiled graph, sends
-zeros and does not count. With SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
+zeros, so that the comparison ignores it. With SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
 """
 
 import os
@@ -46,8 +47,8 @@ class Caller(Protocol):
     """A layer, or a `FunctionCaller` for a function."""
 
     _call_site: "Site | None"  # the call site of the last call
-    _synchronised_ranks: int | None  # ranks that the last eager training step synchronised; None before the first
-    _syncbn_name: tuple[str, str] | None  # the class of the root and the dotted name in it, if they are known
+    _synchronised_ranks: int | None  # ranks of the last eager training step; None before the first step
+    _syncbn_name: tuple[str, str] | None  # the class of the root and the dotted name in it; None if unknown
 
 
 # The layer whose training forward runs in this context. It may call functions such as sync_batch_norm.
@@ -73,7 +74,7 @@ class FunctionCaller:
     def _synchronised_ranks(self, num_ranks: int | None) -> None:
         layer = layer_in_forward.get()
         if layer is not None:
-            object.__setattr__(layer, "_synchronised_ranks", num_ranks)  # A layer's own __setattr__ may raise.
+            object.__setattr__(layer, "_synchronised_ranks", num_ranks)  # bypasses the __setattr__ of a subclass
 
 
 @constant_in_graphs
@@ -83,13 +84,13 @@ def _hash(text: str) -> int:
 
 def smallest_signature(num_ranks: int) -> int:
     """Return the smallest signature in a group of this size, a power of two; the largest is 2 * smallest - 1. The sum
-    over the ranks is below 2^26, so its square is exact in float64."""
+    of all ranks' signatures is below 2^26, so its square is exact in float64."""
     return 1 << (2**25 // num_ranks).bit_length() - 1
 
 
 @constant_in_graphs
 def _is_signing() -> bool:
-    """Return whether the layers of this rank sign their payloads. `select.reason_forced` validates the variable."""
+    """Return whether the layers of this rank sign their payloads. `select.reason_forced` validates SYNCBN_CHECKS."""
     return os.environ.get("SYNCBN_CHECKS") != "0"
 
 
@@ -108,7 +109,7 @@ class Signatures(dict[tuple[str, torch.dtype | None], int]):
 
 
 class GroupState:
-    """The call sites and collectives of syncbn on a process group, to which it holds a weak reference."""
+    """The call sites and collectives of syncbn on a process group. Holds only a weak reference to the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
@@ -116,7 +117,7 @@ class GroupState:
         self.ranks, self.num_ranks = dist.get_process_group_ranks(group), group.size()
         self.sites: WeakKeyDictionary[Caller, Site] = WeakKeyDictionary()
         self.num_sites = self.num_collectives = 0
-        self.last_instance_number = Counter[str]()  # by root and name
+        self.last_instance_number = Counter[str]()  # keyed by `Site.layer`
 
 
 _group_states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
@@ -131,7 +132,7 @@ def _group_state(group: dist.ProcessGroup) -> GroupState:
 class Site:
     """A call site: a layer or function on a group. It holds a weak reference to the layer or function."""
 
-    instance_number = 0  # the number of the layer among those of its root and name; 0 if it does not sign
+    instance_number = 0  # the number of the layer among those of its root and name; 0 if the site is not signed
 
     def __init__(self, caller: Caller, group: dist.ProcessGroup, rank: ThisRank) -> None:
         self.caller, self.rank, self.group_state, self.num_calls = ref(caller), rank, _group_state(group), 0
@@ -145,7 +146,7 @@ class Site:
         self.layer = self.label
         if isinstance(caller, torch.nn.Module) and not path:
             self.layer += f"({getattr(caller, 'num_features', '')})"
-        self.is_signed = getattr(caller, "is_signed", True)  # A layer has no such attribute.
+        self.is_signed = getattr(caller, "is_signed", True)  # A layer does not have this attribute.
         self.needs_two_values = getattr(caller, "needs_two_values", True)
         self.warned_of_nan = False
         self.signatures = Signatures(self.group_state.num_ranks)
@@ -153,7 +154,7 @@ class Site:
             self.set_instance_number(self.next_instance_number())
 
     def write_call(self, num_channels: int) -> None:
-        """Write the number of channels and the ranks of a call, so that reports show them if the ranks differ."""
+        """Write the number of channels and the ranks of a call to the store. Reports show them if they differ."""
         text = f"with {num_channels} channels over {format_ranks(self.group_state.ranks)}"
         self.rank.write(f"called/{self.group_state.name}/{self.label}", text)
 
@@ -190,7 +191,7 @@ def call_site(caller: Caller, group: dist.ProcessGroup) -> Site:
 
 
 def _after_fork() -> None:
-    """Clear the references to the parent's groups, which do not work in this process, so that `call_site` raises."""
+    """Clear the references to the groups of the parent process, which do not work here. `call_site` then raises."""
     for state in _group_states.values():
         state.group = lambda: None
 
@@ -200,8 +201,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def _require_one_stage(ranks: list[int]) -> None:
-    """**Raises** ValueError if a layer over these ranks is called in a stage of torch.distributed.pipelining and
-    several of them belong to that pipeline: one would wait in batch norm, the next for the stage before it."""
+    """**Raises** ValueError if a layer over these ranks is called in a stage of torch.distributed.pipelining, and two
+    or more of these ranks belong to the pipeline. One rank would wait for the others in batch norm, while the rank of
+    the next stage waits for the output of this stage."""
     frame = find_frame("torch.distributed.pipelining.stage")
     stage: Any = None if frame is None else frame.f_locals.get("self")
     if not is_pipeline_stage(stage):

@@ -1,8 +1,8 @@
 """Raises the faults that GPU kernels find in the total of an all_reduce.
 
 The host does not wait for a GPU, so the fault surfaces some calls later, with the reports of all ranks. Kernels store
-faults in status words. Each group, device and stream has its own words, because a stream runs kernels in order;
-so the host also knows, without a call to CUDA, which all_reduces have ended.
+faults in status words. Each combination of group, device and stream has its own words. A stream runs its kernels in
+order, so the words also tell the host, without a call to CUDA, which all_reduces have ended.
 
     sequence number   identifies an all_reduce of the group, from 1; in a CUDA graph a negative number that identifies
                       layer and pass
@@ -13,11 +13,12 @@ so the host also knows, without a call to CUDA, which all_reduces have ended.
     device word       a copy of FAULT in the GPU's memory: after a fault, kernels update no running statistics
     recent            the last all_reduces that the host has begun, which map sequence numbers to layers
 
-The program raises the fault at its next all_reduce. If the program has none within a second, for example because it
-waits for the GPU, the watchdog logs the fault. Either one writes this rank's report of the faulty all_reduce to the
-store and reads the reports of the other ranks. A fault is final: every later all_reduce of the group raises it again.
-So a rank that has reloaded its model, whose layers then have new instance numbers, stops the job; on CPUs the ranks
-agree on new numbers instead.
+The program raises the fault at its next all_reduce. The watchdog, which polls once a second, logs a fault that the
+program has not raised by the second poll, for example because the program waits for the GPU. The program or the
+watchdog, whichever is first, writes this rank's report of the faulty all_reduce to the store and reads the reports of
+the other ranks. A fault is final: every later all_reduce of the group raises it again. If one rank reloads its model,
+its layers get new instance numbers. On GPUs this is a fault, which ends the job; on CPUs the ranks agree on new
+numbers.
 """
 
 import bisect
@@ -40,12 +41,12 @@ from syncbn.ranks.sites import GroupState, Site
 from syncbn.ranks.watchdog import log
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, format_error
 
-MAX_PENDING = 1024  # all_reduces that a status can name, about ten steps of a ResNet-50
+MAX_PENDING = 1024  # number of recent all_reduces whose layers are kept; about ten steps of a ResNet-50
 
 
 def captured_sequence_number(site: Site, pass_name: str) -> int:
-    """Return the negative number that identifies the layer and pass of an all_reduce in a CUDA graph, which would
-    capture a counter as a constant."""
+    """Return the negative number that identifies the layer and pass of an all_reduce in a CUDA graph. A counter is of
+    no use there, because the graph would capture it as a constant."""
     return -2 * site.index - (pass_name == "forward")
 
 
@@ -53,9 +54,9 @@ class GroupStatus:
     """The status of a group: its status words on all devices and streams, and the fault that they have shown."""
 
     def __init__(self, state: GroupState) -> None:
-        self.group = state
-        self.streams: dict[tuple[torch.device, int | None], StreamStatus] = {}  # None: a stream that captures a graph
-        self.lock = threading.RLock()  # The program and the watchdog resolve the faults of several streams.
+        self.group_state = state
+        self.streams: dict[tuple[torch.device, int | None], StreamStatus] = {}  # None: any capturing stream
+        self.lock = threading.RLock()  # held while the program or the watchdog resolves a fault
         self.call: report.CallReport | None = None  # this rank's report of the faulty all_reduce
         self.fault: Exception | None = None  # the error for the first fault
         self.is_reported = False  # whether the program has raised the fault, or the watchdog has logged it
@@ -65,7 +66,7 @@ _statuses: WeakKeyDictionary[dist.ProcessGroup, GroupStatus] = WeakKeyDictionary
 
 
 def status_of(state: GroupState) -> GroupStatus:
-    """Return the status of a group, which must exist."""
+    """Return the status of a group that exists."""
     group = state.group()
     assert group is not None
     status = _statuses.get(group)
@@ -78,8 +79,8 @@ _memory: list[Tensor] = []  # all status words, never released: queued kernels a
 
 
 class StreamStatus:
-    """The status words of a group on a device and stream. A stream that captures a CUDA graph uses the words of the
-    last stream, as nothing may be allocated during a capture."""
+    """The status words of a group on a device and stream. A stream that captures a CUDA graph uses the words of
+    the latest StreamStatus, because nothing may be allocated during a capture."""
 
     def __init__(self, site: Site, device: torch.device, stream: int) -> None:
         words = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")  # tests use the CPU
@@ -91,7 +92,7 @@ class StreamStatus:
         self._oldest: Collective | None = None
         self.rank, self.group_status = site.rank, status_of(site.group_state)
         self._key = f"fault/{site.group_state.name}"
-        if not self.group_status.streams:  # After destroy_process_group torch reuses the names of groups.
+        if not self.group_status.streams:  # torch reuses the name of a destroyed group, which may have had a fault.
             self.rank.erase(self._key)
         self.group_status.streams[device, stream] = self.group_status.streams[device, None] = self
         self.rank.gpu_statuses.add(self)
@@ -116,11 +117,11 @@ class StreamStatus:
         return self._oldest
 
     def has_ended(self) -> bool:
-        """Return whether the group is gone, so that no later step can raise a fault."""
-        return self.group_status.group.group() is None
+        """Return whether the group has been released, so that no later step can raise a fault."""
+        return self.group_status.group_state.group() is None
 
     def poll(self, is_last: bool = False) -> None:
-        """Warn of NaN, and log a fault that the program does not raise before the next poll."""
+        """Warn of non-finite sums, and log a fault that the program has not raised since the previous poll."""
         sequence_number = self.words[LOCAL_NOT_FINITE]
         # A kernel may have set the word before the host has added the all_reduce to `recent`.
         if sequence_number and self.recent and sequence_number <= self.recent[-1].sequence_number:
@@ -132,7 +133,8 @@ class StreamStatus:
             was_resolved = self.group_status.fault is not None
             self._resolve_fault()  # now, while the other ranks answer
             if was_resolved or is_last:
-                log.error("syncbn: rank %d meets a fault on the GPU.\n%s", self.rank.rank, format_error(self.error()))
+                text = "syncbn: rank %d has detected a fault on the GPU.\n%s"
+                log.error(text, self.rank.rank, format_error(self.error()))
 
     def error(self) -> Exception:
         """Return the error that every rank of the group raises for the fault."""
@@ -149,13 +151,13 @@ class StreamStatus:
                 sequence_number, fault_kind = divmod(first, 4)
                 call = self.write_report(sequence_number)
                 status.fault = self._make_error(fault_kind, sequence_number, call).with_traceback(None)
-                after = f", detected after {self.recent[-1].description()}" if self.recent else ""
-                status.fault.add_note(f"The results of {call.description} and all later ones are void{after}.")
+                after = f"; this was detected after {self.recent[-1].description()}" if self.recent else ""
+                status.fault.add_note(f"The results of {call.description} and of all later calls are invalid{after}.")
         return status.fault
 
     def write_report(self, sequence_number: int, error: Exception | None = None) -> report.CallReport:
-        """Write this rank's report of the all_reduce with this sequence number, once. `error`: this rank has this bad
-        argument."""
+        """Write this rank's report of the all_reduce with this sequence number, unless a report has been written.
+        `error`: the argument error of this rank, or None."""
         status = self.group_status
         with status.lock:
             if status.call is None:
@@ -166,16 +168,17 @@ class StreamStatus:
         return status.call
 
     def _collective(self, sequence_number: int) -> Collective | None:
-        """Return the all_reduce with this sequence number; None if it is too old, or if its layer is gone."""
+        """Return the all_reduce with this sequence number; None if it is too old, or if its layer has been released."""
         if sequence_number > 0:
             recent = (collective for stream in [*self.group_status.streams.values()] for collective in [*stream.recent])
             return next((collective for collective in recent if collective.sequence_number == sequence_number), None)
-        sites, pass_name = [*self.group_status.group.sites.values()], "forward" if sequence_number % 2 else "backward"
+        sites = [*self.group_status.group_state.sites.values()]
+        pass_name = "forward" if sequence_number % 2 else "backward"
         site = next((site for site in sites if site.index == -sequence_number // 2), None)
         return None if site is None else Collective(site, IN_CUDA_GRAPH, pass_name)
 
     def _make_error(self, fault_kind: int, sequence_number: int, call: report.CallReport) -> Exception:
-        ranks = self.group_status.group.ranks
+        ranks = self.group_status.group_state.ranks
         calls = report.gather_calls(self.rank, ranks, self._key, call)
         if fault_kind == ONE_VALUE:
             description = next(other.description for other in calls if other is not None)

@@ -5,9 +5,10 @@
 | an all_reduce of a layer, on a CPU | the `with` block of its `Collective`                          |
 | an all_reduce of a layer, on a GPU | the status words, see status.py, as the host does not wait    |
 
-Collectives of DistributedDataParallel and of the program are not tracked. If the error of one ends the program, the
-thread logs the positions of all ranks; errors raised in layers already contain them. Only the rank that fails first is
-sure to report, because torchrun ends the other ranks 0.1 s later. Nothing is logged if the program handles the error.
+Collectives of DistributedDataParallel and of the program are not tracked. If the error of such a collective ends the
+program, the thread logs the positions of all ranks; errors raised in layers already contain these positions. Only the
+rank that fails first is sure to report, because torchrun ends the other ranks 0.1 s later. Nothing is logged if the
+program handles the error.
 The positions are lost with the process that holds the store (torchrun keeps the store in a process of its own).
 """
 
@@ -23,7 +24,7 @@ from syncbn.ranks import positions, report
 from syncbn.ranks.positions import HAS_LEFT, Position, ThisRank, Wait
 
 POLL_SECONDS = 1.0  # time between two polls of the thread
-EXIT_SECONDS = 1.0  # the longest time for which a rank that leaves waits for its own threads
+EXIT_SECONDS = 1.0  # at exit: the longest wait for the thread of a report, and for the lock of the position
 MAX_WARNING_RANKS = 4  # Only the first ranks of a group warn, as the warnings of all ranks would be equal.
 
 log = logging.getLogger("syncbn")
@@ -31,7 +32,7 @@ log = logging.getLogger("syncbn")
 
 _ranks: WeakKeyDictionary[dist.ProcessGroup, ThisRank] = WeakKeyDictionary()  # keyed by the default process group
 _starting = threading.RLock()  # held while a thread of the program makes a ThisRank
-_inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # default groups of the process from which this one was forked
+_inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # default groups of the process from which this process was forked
 
 
 def this_rank() -> ThisRank:
@@ -42,7 +43,7 @@ def this_rank() -> ThisRank:
     world = dist.group.WORLD
     assert world is not None
     if world in _inherited:
-        what = f"this process ({os.getpid()}) was forked from one whose process group does not work here"
+        what = f"this process ({os.getpid()}) was forked from a process whose process group does not work here"
         raise RuntimeError(f'syncbn: {what}. Start it by the method "spawn" instead.')
     with _starting:
         if world not in _ranks:
@@ -74,28 +75,28 @@ def _watch(rank: ThisRank, world: ref[dist.ProcessGroup]) -> None:
                 has_warned = True
                 text = "syncbn: the watchdog of rank %d has failed once, and goes on: %s: %s"
                 log.warning(text, rank.rank, type(error).__name__, error)
-    while rank.gpu_statuses:  # No later step of the program would raise a fault of the last step.
+    while rank.gpu_statuses:  # Log faults of the last step, which no later step can raise.
         with contextlib.suppress(Exception):
             rank.gpu_statuses.pop().poll(is_last=True)
-    rank.ended.wait()  # The program may still hold a destroyed group.
+    rank.ended.wait()  # until the group is released: the program may still hold it
     if rank.failed:
         where = report.report_positions(rank, None, has_failed=True)
         log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
-    # Layers that have called on the group still refer to this rank, and must not keep its store alive.
+    # Layers that have used the group still refer to `rank`. Release its store, which they would otherwise keep alive.
     rank.store_answers, rank.store = False, dist.HashStore()
 
 
 def _poll(rank: ThisRank, previous: Position | None) -> Position:
-    """Poll the GPUs, write the position of this rank and warn of long waits. Return the position; `previous` is that of
-    the previous poll."""
+    """Poll the GPUs, write the position of this rank and warn of long waits. Return the position; `previous` is the
+    position at the previous poll."""
     for status in [*rank.gpu_statuses]:
         is_last = status.has_ended()
         if is_last:
             rank.gpu_statuses.discard(status)
         status.poll(is_last)
     position = rank.position()
-    # A store that grows with each write gets a position only if the previous poll returned the same one.
-    if not (rank.is_reading() or rank.ended.is_set() or (rank.store_appends and position != previous)):
+    # A store that grows with each write (FileStore) gets a position only if it was the same at the previous poll.
+    if rank.wait_for_report() and not (rank.ended.is_set() or (rank.store_appends and position != previous)):
         rank.write_position()
     on_gpu = [wait for status in [*rank.gpu_statuses] if (wait := status.unfinished()) is not None]
     for wait in [*rank.waiting] or sorted(on_gpu, key=lambda wait: wait.start)[:1]:
@@ -120,7 +121,7 @@ def _on_group_end(rank: ThisRank, watchdog: threading.Thread) -> None:
         return
     rank.failed = positions.failed_collective() is not None
     rank.departure = HAS_LEFT + positions.exit_reason()
-    if not rank.is_reading(EXIT_SECONDS) and rank.writing.acquire(timeout=EXIT_SECONDS):
+    if rank.wait_for_report(EXIT_SECONDS) and rank.writing.acquire(timeout=EXIT_SECONDS):
         rank.write_position()
         rank.writing.release()
     rank.ended.set()  # The watchdog then releases the store.

@@ -355,7 +355,7 @@ def test_the_rank_of_values_that_are_not_finite_warns_once(
     assert len(texts) == 2 * (becomes_infinite and ranks.rank == 0)
     if texts:
         assert texts[0] == "syncbn: NaN or infinity in the input of SyncBatchNorm2d forward, call 1 on rank 0."
-        assert (f"or {dtype} values beyond about {beyond}, whose squares overflow, makes" in texts[1]) == bool(beyond)
+        assert (f"or {dtype} values beyond about {beyond}, whose squares overflow, the" in texts[1]) == bool(beyond)
 
 
 # Environment.

@@ -337,7 +337,7 @@ def test_a_forward_that_calls_no_batch_norm_is_warned_of_once(ranks: Ranks) -> N
     model[0]._synchronised_ranks = ranks.size
     with pytest.warns(UserWarning, match="syncbn is not synchronising") as warned:
         model.to(ranks.device)(torch.randn(4, 3, 2, 2, device=ranks.device))
-    advice = "If it uses the statistics of the batch, let it call one of them, or syncbn.functional.sync_batch_norm."
+    advice = "If it uses the statistics of the batch, let it call one of the two, or syncbn.functional.sync_batch_norm."
     assert [str(one.message) for one in warned] == [
         f"syncbn is not synchronising: {name}.forward calls neither super().forward nor F.batch_norm. {advice}"
         for name in ("Own", "Inner")

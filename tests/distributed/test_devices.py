@@ -139,7 +139,13 @@ def test_a_device_without_float64(ranks: Ranks) -> None:
     with MetaLacksFloat64():
         alone(x, x).sum().backward()
         alone.eval()(x)
-        for call in (lambda: layer(x), lambda: alone.train()(x, mask=x[:, 0] > 0), lambda: sync_batch_stats(x)):
+        untracked = syncbn.SyncBatchNorm1d(3, track_running_stats=False, device="meta").eval()
+        calls: list[Callable[[], object]] = [
+            lambda: layer(x), lambda: alone.train()(x, mask=x[:, 0] > 0), lambda: sync_batch_stats(x),
+            lambda: sync_batch_stats(x, 1), lambda: untracked(x, mask=x[:, 0] > 0),
+            lambda: batch_norm_backward(x, x, x[0, :, 0], x[0, :, 0], process_group=1),
+        ]  # fmt: skip
+        for call in calls:
             with pytest.raises(
                 TypeError, match="float64, which meta does not support; train on the CPU, or on one rank"
             ):

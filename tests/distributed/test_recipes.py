@@ -500,7 +500,7 @@ def test_values_of_a_nested_tensor(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(3, dtype=torch.float64, device=ranks.device)
     nested = torch.nested.nested_tensor(sequences[own], layout=torch.jagged, requires_grad=True)
     if ranks.device.type == "cpu":  # on a GPU a fault ends what the group can do
-        with pytest.raises(TypeError, match=r"NestedTensor; pass input\.values\(\) of one with layout=torch\.jagged"):
+        with pytest.raises(TypeError, match=r"pass input\.values\(\) of a NestedTensor with layout=torch\.jagged"):
             layer(nested)
     output = normalize_nested(layer, nested)
     output.values().pow(3).sum().backward()

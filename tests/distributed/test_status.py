@@ -78,7 +78,7 @@ def test_ranks_that_mix_what_they_send_raise_at_the_next_call(ranks: Ranks, mode
             calls[ranks.rank](model, y, other)
         text = text_of(lambda: model.bn1(X), RanksDifferError)
     assert re.search(expected.replace("OTHERS", "rank 1"), text), text
-    assert re.search(r"\nThe results of bn\d .*, call \d and all later ones are void", text), text
+    assert re.search(r"\nThe results of bn\d .*, call \d and of all later calls are invalid", text), text
     dist.barrier()
 
 
@@ -202,7 +202,7 @@ def test_a_program_that_makes_no_later_call(ranks: Ranks, model: Model, caplog: 
     (model.bn1 if ranks.rank else model.bn2)(X)
     wait_until(lambda: "in bn2 forward, call 2" in caplog.text)
     time.sleep(0.3)
-    assert caplog.text.count(f"syncbn: rank {ranks.rank} meets a fault on the GPU.\n") == 1
+    assert caplog.text.count(f"syncbn: rank {ranks.rank} has detected a fault on the GPU.\n") == 1
     text_of(lambda: model(X), RanksDifferError)
 
 
@@ -220,7 +220,7 @@ def test_a_fault_of_the_last_step(
         model(X).sum().backward()
         (model.bn1 if ranks.rank else model.bn2)(X)
         voting.world.leave()
-    text = f"syncbn: rank {ranks.rank} meets a fault on the GPU.\n"
+    text = f"syncbn: rank {ranks.rank} has detected a fault on the GPU.\n"
     wait_until(lambda: text in caplog.text)
     assert "rank 0: in bn2 forward, call 2\nrank 1: in bn1 forward, call 2\n" in caplog.text
     voting.world.enter()
