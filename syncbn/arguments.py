@@ -292,8 +292,8 @@ def require_two_values(num_values: Tensor | float, x: Tensor) -> None:
 def require_float64(x: Tensor) -> None:
     """**Raises** TypeError if the device of x does not support float64."""
     if not supports_float64(x.device):
-        what = f"sums over several ranks or with a mask are float64, which {x.device} does not support"
-        raise TypeError(f"{what}; train on the CPU, or on one rank without a mask")
+        what = f"the sums are float64, which {x.device} does not support"
+        raise TypeError(f"{what}; train on the CPU, or on one rank with a layer that gets no mask")
 
 
 def _is_plain(tensor: object) -> TypeGuard[Tensor]:
