@@ -36,7 +36,7 @@ PLAIN_MOMENTUM_TYPES = {float, int, NoneType}
 
 # Remedies for tensors that a layer does not accept; {0} is the name of the argument.
 DTENSOR_REMEDY = (
-    "pass {0}.to_local(), and as process_group the group of the ranks that share the batch, such as mesh.get_group(); "
+    "pass {0}.to_local(), and process_group=mesh.get_group() or another group of the ranks that share the batch; "
     "DTensor.from_local(output, mesh, placements, shape=input.shape, stride=input.stride()) wraps the output"
 )
 PARAMETER_REMEDY = "pass {0}.to_local(), or call the whole module that fully_shard has wrapped, not a layer in it"

@@ -8,8 +8,8 @@ everything that X defines stays in effect:
 
     SyncX -> X -> ... -> SyncBatchNorm2d -> SyncBatchNorm -> nn.BatchNorm2d -> ...
 
-In X, `super().forward(...)` calls SyncBatchNorm.forward. If X calls F.batch_norm itself, `ReplaceBatchNormMode`
-replaces each call that passes a tensor of the layer by batch norm over all ranks.
+In X, `super().forward(...)` calls SyncBatchNorm.forward. If X calls F.batch_norm itself, `ReplaceBatchNormMode` turns
+each call that passes one of the layer's tensors into batch norm over all ranks.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ Result = TypeVar("Result")
 # A layer, its new class and its new attributes.
 Change: TypeAlias = tuple[nn.Module, type[nn.Module], Mapping[str, object]]
 
-NEVER_CONVERTED = "these layers stay, because they were built as syncbn layers: build them as nn.BatchNorm1d, 2d or 3d"
-FORWARD_REPLACED = "these layers stay, because layer.forward was replaced: delete layer.forward and revert again"
+NEVER_CONVERTED = "these layers were not reverted: they were built as syncbn layers; build nn.BatchNorm1d, 2d or 3d"
+FORWARD_REPLACED = "these layers were not reverted: layer.forward was replaced; delete layer.forward and revert again"
 # Warnings about options that nn.BatchNorm does not have.
 LOST_OPTIONS = {
     "fuse_relu": "these layers have lost their relu: put an nn.ReLU after each layer",

@@ -1,9 +1,9 @@
 """Runs evaluation, and every training call that cannot take the fast path of step.py.
 
 The fallback uses custom operators that wrap the kernels, or plain torch operations where operators cannot be used.
-Evaluation, and training on one rank without a mask, use F.batch_norm. Each pass sends the payload of the fast path, so
-ranks may take different paths. The outputs of the operators are bit-identical to those of the fast path. The outputs of
-torch operations are equal up to rounding.
+Training on one rank without a mask uses F.batch_norm. So does evaluation, except with a mask and without running
+statistics. Each pass sends the payload of the fast path, so ranks may take different paths. The outputs of the
+operators are bit-identical to those of the fast path. The outputs of torch operations are equal up to rounding.
 """
 
 import contextlib
@@ -105,8 +105,8 @@ def apply_function(
     """Return the outputs of an autograd Function whose first argument is not a tensor.
 
     Under vmap and forward mode, call the forward of the Function directly, because the operations in the forward have
-    rules and the Function has none. Call it directly in a graph without gradients too, because Dynamo (torch 2.13)
-    would pass a context to the forward.
+    rules and the Function has none. Also call it directly in a compiled graph in which no tensor requires grad: there
+    Dynamo (torch 2.13) would pass a context to the forward, which has no parameter for it.
     """
     if is_compiling():
         differentiates = torch.is_grad_enabled() and requires_grad(*tensors)
@@ -120,16 +120,16 @@ def apply_function(
 def select_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: Tensor | None) -> reference.BackEnd:
     """Select the back end of the fallback for a call with the tensors x and `others`.
 
-    Tensor subclasses and exported programs get torch operations. Under vmap and forward mode calls get torch operations
-    too, because the operators have no rules for them. All other calls get the operators if there are kernels. Compiled
-    graphs get the operators too, because the code that Inductor generates from torch operations takes 2 to 12 times as
-    long on CPUs.
+    Tensor subclasses and exported programs get torch operations. Calls under vmap or forward mode also get torch
+    operations, because the operators have no rules for these. All other calls get the operators if there are kernels.
+    Compiled graphs get the operators too, because the code that Inductor generates from torch operations takes 2 to 12
+    times as long on CPUs.
 
     Operators have no gradient, so a call that is differentiated must run them inside an autograd Function. In a graph
     `apply_function` skips the Function if no tensor requires grad, but inside torch.func Dynamo does not know whether a
     tensor requires grad. A graph therefore gets torch operations if grad mode is on and no tensor requires grad.
-    (Inside the forward of a Function grad mode is off. Dynamo of torch 2.11 leaves grad mode on there, but then a
-    tensor requires grad.)
+    (Inside the forward of a Function grad mode is off. Dynamo of torch 2.11 leaves grad mode on there; the rule still
+    holds, because some tensor requires grad.)
     """
     if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return reference

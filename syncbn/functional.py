@@ -65,10 +65,9 @@ def sync_batch_norm(
 
     Args:
         input: (N, C, ...) or, with `channel_dim=-1`, (N, ..., C), of float16, bfloat16, float32 or float64, with at
-            least 2 dims. All sizes except C may differ between ranks and be 0. If neither weight nor bias requires
-            grad, or for second derivatives, all ranks must pass the same `requires_grad` of the input, or backward
-            hangs. In all other cases `requires_grad` may differ. For a NestedTensor or DTensor the error shows what to
-            pass instead.
+            least 2 dims. All sizes except C may differ between ranks and be 0. `input.requires_grad` must be equal on
+            all ranks for second derivatives, and if neither weight nor bias requires grad; otherwise backward hangs. In
+            all other cases it may differ. For a NestedTensor or DTensor the error shows what to pass instead.
         running_mean, running_var: (C,), of any float dtype, both or neither. If no rank has a value, the running
             statistics do not change.
         weight, bias: (C,), of any float dtype, each optional.
@@ -92,10 +91,10 @@ def sync_batch_norm(
     Raises:
         RuntimeError: in eager mode, the all_reduce has failed or timed out, or ranks are in different layers (raised on
             GPUs at a later call). The error lists the layer, pass and call of every rank.
-        ValueError, TypeError: an argument is invalid. No buffer is changed. In eager mode every rank raises: the other
-            ranks raise an error that names the faulty ranks, on GPUs at a later call. The faulty rank joins the
-            all_reduce with the C of most of running_mean, running_var, weight, bias and the input. If none has a C,
-            only the faulty rank raises.
+        ValueError, TypeError: an argument is invalid. No buffer is changed. In eager mode every rank raises. The other
+            ranks' error names the faulty ranks; on GPUs it is raised at a later call. To join the all_reduce, the
+            faulty rank needs C: it takes the value that most of running_mean, running_var, weight, bias and the input
+            have. If none has a C, only the faulty rank raises.
         ValueError: there is only one value per channel over all ranks. Compiled graphs over several ranks, and calls
             with a mask in a graph or on one GPU, do not raise this error. They leave running_var unchanged.
 

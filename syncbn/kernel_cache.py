@@ -108,7 +108,7 @@ def _select_backward(tensors: tuple[Any, ...], forward: ForwardConfig, needed: N
     return None if back_end is None else back_end.Backward.cached(config)
 
 
-# The config of forward_cache is `Options.cache_key`. The config of backward_cache is (forward kernels, needed).
+# forward_cache is keyed by `Options.cache_key`, backward_cache by (forward kernels, needed).
 forward_cache, backward_cache = Cache(_select_forward), Cache(_select_backward)
 
 

@@ -104,8 +104,8 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def process_group(self) -> ProcessGroupLike:
-        """The `process_group` argument; None for the default group. A ProcessGroup may not exist in this process,
-        because it was destroyed or the layer was loaded elsewhere. The property then shows the ranks of the group."""
+        """The `process_group` argument; None for the default group. If the ProcessGroup no longer exists in this
+        process (it was destroyed, or the layer was unpickled elsewhere), the property shows its ranks."""
         return groups.to_user(self._process_group)
 
     @process_group.setter
@@ -141,8 +141,8 @@ class SyncBatchNorm(_BatchNorm):
             a 4-D or 5-D input in channels_last, otherwise contiguous.
 
         Raises:
-            ValueError, TypeError: an argument is invalid. No buffer is changed. In eager mode every rank raises: the
-                other ranks raise an error that gives the layer and the faulty ranks, on GPUs at a later call.
+            ValueError, TypeError: an argument is invalid. No buffer is changed. In eager mode every rank raises. The
+                other ranks' error names the layer and the faulty ranks; on GPUs it is raised at a later call.
             ValueError: there is only one value per channel over all ranks, as in F.batch_norm.
             torch.fx.proxy.TraceError: torch.fx traces the layer and cannot make it a leaf of the graph.
 
@@ -263,7 +263,7 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: no synchronised layer has running statistics; a layer is lazy and has not run yet; the forward of a
-            subclass passes F.batch_norm running statistics that are not the layer's (every rank raises).
+            subclass passes to F.batch_norm running statistics other than the layer's (every rank raises).
         RuntimeError: the block is inside another block of accumulate_running_stats, or runs a module compiled with
             fullgraph=True. (The graphs of other compiled modules break at the layers.)
 
@@ -307,7 +307,7 @@ class _Pool:
             raise RuntimeError("compiled graphs cannot accumulate running statistics; compile without fullgraph=True")
         if running_mean is not layer.running_mean or tensors.running_var is not layer.running_var:
             error = ValueError(
-                "its forward passes F.batch_norm other running statistics than the layer's, but "
+                "forward() passes running statistics to F.batch_norm that are not the layer's, but "
                 "accumulate_running_stats updates only the layer's; pass self.running_mean and self.running_var"
             )
             tensors, options, reduction, _ = prepare(tensors, options, layer)

@@ -53,8 +53,8 @@ def assert_matches_full_batch(
 
     The function starts the ranks on CPU with gloo. Each rank trains on its slice of the batch under
     DistributedDataParallel, and then on the whole batch with nn.BatchNorm instead of synchronised layers. (Layers that
-    were built as syncbn layers, or that have a mask, a residual, `fuse_relu` or `channel_last`, are not replaced, but
-    synchronise over one rank.) After `steps` SGD steps, losses, outputs, gradients, parameters and buffers must agree.
+    were built as syncbn layers, or that have a mask, a residual, `fuse_relu` or `channel_last`, are kept, with
+    process_group=1.) After `steps` SGD steps, losses, outputs, gradients, parameters and buffers must agree.
 
         def test_trains_as_one():
             batch = torch.randn(6, 3, 32, 32), torch.randint(10, (6,))
@@ -100,7 +100,7 @@ def assert_matches_full_batch(
     rows, local = json.loads(store.get("differences"))
     measured = [Difference(*row) for row in rows]
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
-    if bad := [difference for difference in measured if not difference.relative <= allowed]:  # True for NaN.
+    if bad := [difference for difference in measured if not difference.relative <= allowed]:  # `not <=`: NaN is bad.
         raise AssertionError(_report(bad, measured, local, world_size, allowed))
 
 

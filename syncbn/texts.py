@@ -1,5 +1,5 @@
-"""Formats names, values, ranks and errors as text that is safe for every store and terminal, and issues warnings at
-the line of the user's program."""
+"""Formats names, values, ranks and errors as text that is safe to write to a c10d Store or a terminal, and issues
+warnings at the line of the user's program."""
 
 import contextlib
 import functools

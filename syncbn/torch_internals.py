@@ -65,7 +65,7 @@ def profiler_enabled() -> bool:
 
 def is_eager(x: object = None) -> bool:
     """Return whether no compiler, dispatch mode, transform, tracer, profiler or forward mode is active in this thread.
-    If x is on a GPU, an active profiler is ignored, because it records the launches of kernels.
+    If x is on a GPU, an active profiler does not count: it records kernel launches even without the dispatcher.
 
     If the result is True, code may access the memory of plain tensors directly. Dispatch modes, transforms and tracers
     add a dispatch key to the keys that the thread includes by default.
@@ -119,7 +119,7 @@ def is_compiled(module: nn.Module) -> bool:
 Guard: TypeAlias = Callable[..., bool]
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
-# Whether the tensor is a batch of gradients, which is_grads_batched=True makes with a vmap other than torch.func's.
+# Whether the tensor is a legacy BatchedTensor, as created by torch.autograd.grad(..., is_grads_batched=True).
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 # Whether a torch.func transform, which may have ended, has wrapped this tensor.
@@ -153,7 +153,7 @@ def have_same_base(tensor: Tensor, other: Tensor) -> bool:
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
-    """Return `function.apply` without its 20 calls for torch.func. Use it only while no transform is active."""
+    """Return the C++ `apply`, without the Python code that handles torch.func. Use it while no transform is active."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 
 
@@ -191,7 +191,7 @@ def make_guard(*tensors: Tensor | None) -> Guard:
     check: Guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     if not torch.is_inference_mode_enabled():
         return check
-    # In inference mode a normal tensor has the dispatch keys that an inference tensor has outside of the mode.
+    # Outside of inference mode `check` would accept an inference tensor, because the dispatch keys are equal.
     return lambda *others: torch.is_inference_mode_enabled() and check(*others)
 
 

@@ -110,7 +110,7 @@ def test_what_is_left_alone_is_named_in_one_warning() -> None:
         r"1 \w*Module \(unflattened\.0\): is part of a scripted or exported model; .*",
         warning_of(model),
     )
-    with pytest.warns(UserWarning, match=r"^syncbn: these layers stay, because they were built as .* \(built\)$"):
+    with pytest.warns(UserWarning, match=r"^syncbn: these layers were not reverted: they were built as .* \(built\)$"):
         syncbn.revert_syncbn_model(model)
     assert {name: type(module) for name, module in model.items()} == classes | {"plain": nn.BatchNorm2d}
     assert model["b"].channel_last == "mine"
@@ -232,7 +232,7 @@ def test_a_layer_that_refuses_attributes_is_converted_trained_and_reverted() -> 
     assert [layer.process_group for layer in model] == [1, 1, 1]
     model(torch.randn(4, 3, 2, 2))
     assert [row.last_step for row in syncbn.summary(model)] == ["not synchronised"] * 3
-    with pytest.warns(UserWarning, match=r"^syncbn: these layers stay, because they were built as .* \(layer '2'\)$"):
+    with pytest.warns(UserWarning, match=r"^syncbn: these layers were not reverted: they were .* \(layer '2'\)$"):
         syncbn.revert_syncbn_model(model)
     assert [type(layer) for layer in model] == [nn.BatchNorm2d, RefusesAttributes, syncbn.SyncBatchNorm]
 
@@ -277,7 +277,7 @@ def test_a_layer_whose_forward_was_set_is_left_alone_and_named(kind: type[nn.Mod
     assert named in str(syncbn.summary(model))
     model[0] = syncbn.convert_syncbn_model(nn.BatchNorm2d(3))
     wrap(model[1])
-    expected = r"^syncbn: these layers stay, because layer.forward was replaced: delete .* revert again \(layer '1'\)$"
+    expected = r"^syncbn: these layers were not reverted: layer.forward was replaced; .* revert again \(layer '1'\)$"
     with pytest.warns(UserWarning, match=expected):
         syncbn.revert_syncbn_model(model)
     model(torch.randn(4, 3, 2, 2))
@@ -339,7 +339,7 @@ def test_a_target_concerns_torchs_synchronised_layers_alone() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), SubclassOfSyncBatchNorm(3), syncbn.SyncBatchNorm(3), nn.SyncBatchNorm(3))
     syncbn.convert_syncbn_model(model[0])
     for target in (nn.BatchNorm2d, None):  # None changes nothing more; a layer that was never converted is always named
-        with pytest.warns(UserWarning, match=r"^syncbn: these layers stay, .* build them as .* \(layer '2'\)$"):
+        with pytest.warns(UserWarning, match=r"^syncbn: these .* not reverted: .* build nn.BatchNorm1d, .* \(layer '2'\)$"):
             syncbn.revert_syncbn_model(model, target)
         kinds = [type(layer) for layer in model]
         assert kinds == [nn.BatchNorm1d, SubclassOfSyncBatchNorm, syncbn.SyncBatchNorm, nn.BatchNorm2d]

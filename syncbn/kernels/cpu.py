@@ -22,7 +22,7 @@ from syncbn.torch_internals import increment_version
 FILE = Path(__file__).with_name("_cpu.so")
 DTYPE_CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as in cpu.cpp
 INTERFACE_VERSION = 12  # version of the C functions' parameters, as in cpu.cpp; a library of another version is refused
-NOT_FINITE = 2  # status: a signed total is not finite
+NOT_FINITE = 2  # status: a total that carries signatures is not finite
 
 # The structs of cpu.cpp: q is an int64, i an int32, d a double, P an address.
 _pack_config = struct.Struct("3qd11i").pack
@@ -111,9 +111,9 @@ class Forward(interface.ForwardKernels):
         status = _library.forward_outputs(self.c_struct, call)
         if status and status != NOT_FINITE:
             _raise_for_status(status)
-        if running_mean is not None and running_var is not None:  # so that autograd detects the change
+        if running_mean is not None and running_var is not None:
             both = running_mean, running_var
-            increment_version(both if counter is None else (*both, counter))
+            increment_version(both if counter is None else (*both, counter))  # Autograd then detects the change.
         elif counter is not None:
             increment_version((counter,))
         return y, statistics, not status

@@ -1,8 +1,8 @@
 """Launches the Triton kernels on CUDA tensors, and divides the tensors among the programs of a kernel.
 
 gpu_tiles.py contains the kernels that process whole tensors, gpu_channels.py those that compute per-channel values and
-check totals. A pass takes three launches, or four with an all_reduce; with momentum=None torch also copies the counter.
-The host never waits for the GPU.
+check totals. A pass takes three launches, or four with an all_reduce (three in a forward with one partial sum per
+channel); with momentum=None torch also copies the counter. The host never waits for the GPU.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ NO_STATUS = StatusWords(0, 0, 0)
 
 Dtypes: TypeAlias = tuple[torch.dtype | None, ...]
 # The launcher of a compiled kernel; a function that returns the current stream of a device; the launcher's arguments
-# after the stream; and the kernel, because Triton 3.8 unloads a kernel that nothing references from the GPU.
+# after the stream; and the kernel, because Triton 3.8 unloads an unreferenced kernel from the GPU.
 CompiledLaunch: TypeAlias = tuple[Callable[..., None], Callable[[int], int], tuple[object, ...], object]
 
 # Keyed by everything that a kernel is compiled for, and by which addresses are multiples of the alignment.
@@ -59,7 +59,7 @@ class Launch:
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.dtypes, self.scalars = kernel, (*grid, 1), dtypes, (*scalars, *constants)
         self.device, self.alignment = device.index if device.type == "cuda" else -1, alignment
-        self.num_bytes = num_bytes  # size of each tensor reported to Triton, whose AMD back end tests for 2^31
+        self.num_bytes = num_bytes  # tensor size for Triton, whose AMD back end specialises below 2^31
         self.options = {"enable_fp_fusion": True} | options  # fuse a * b + c; Triton 3.9 warns if this is not given
         are_large = [isinstance(scalar, int) and scalar >= 2**31 for scalar in scalars]  # int64 in Triton
         self.key = kernel, device, dtypes, constants, *self.options.values(), *are_large
@@ -117,7 +117,7 @@ class _Launches:
             width = align = VALUES_PER_LOAD if inner > VALUES_PER_LOAD and inner % VALUES_PER_LOAD == 0 else 1
             self.spans, self.num_rows, self.warps = channels, outer * inner // width, WARPS
         else:
-            # The width with fewer idle lanes, counted in whole eighths of `channels`. In a tie the width is 64.
+            # The width with fewer idle lanes, in units of channels / 8, rounded down. In a tie the width is 64.
             width = min(COLUMNS, key=lambda width: 8 * (-channels % width) // max(1, channels))
             align = 1 if channels % VALUES_PER_LOAD else VALUES_PER_LOAD
             self.spans, self.num_rows, self.warps = triton.cdiv(max(1, channels), width), outer * inner, COLUMN_WARPS

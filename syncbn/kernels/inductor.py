@@ -57,7 +57,7 @@ def _require_layout_of_x(syncbn_operator: Any, node: Node, *inputs: Any) -> tupl
                 if key not in converted:
                     converted[key] = ExternKernel.require_exact_strides(arguments[name], dense)
                 arguments[name] = converted[key]
-    except (AttributeError, TypeError):  # another version of torch has other names; operators copy tensors
+    except (AttributeError, TypeError):  # Without these private names the operators copy tensors.
         return inputs, {}
     return (*arguments.values(),), {}
 

@@ -209,8 +209,8 @@ class ForwardKernels(Kernels[ForwardConfig]):
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0,
         status_words: StatusWords | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
-        """Return y; the statistics, packed as in statistics.py; and False if a signed total is known not to be finite,
-        else True.
+        """Return y; the statistics, packed as in statistics.py; and False if the total carries signatures and is known
+        not to be finite, else True.
 
         The buffers are updated in place. A momentum of None averages over all batches.
         """

@@ -35,9 +35,9 @@ GPU_CHUNK_ELEMENTS = 2**24  # 128 MB in float64; with smaller chunks the launche
 def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
     """Return the signature of a backward, float64 (1,): `signature` mixed with the sums in the forward's total.
 
-    The total is the same on all ranks and differs from call to call of a layer. bits_i is sum i as an int64, or 0 for
-    NaN, whose bits may differ between ranks. h = sum of bits_i * (2 i + 1). The bits of the signature below its highest
-    bit are XORed with the bits of h * MIXER from bit 40 on.
+    The total is the same on all ranks and differs from call to call of a layer. bits_i is the bit pattern of the i-th
+    sum, read as an int64, or 0 for NaN, whose bits may differ between ranks. h = sum of bits_i * (2 i + 1). The result
+    is signature XOR (h * MIXER >> 40) in all bits below the highest bit of the signature, which is kept.
     """
     sums = forward_total[: -interface.TRAILER_ELEMENTS]
     bits = torch.where(sums.isnan(), 0, sums.view(torch.int64))

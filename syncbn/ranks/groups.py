@@ -6,7 +6,7 @@ one of
     int k        groups of k consecutive ranks: 0..k-1, k..2k-1, ...
     GlobalRanks  a ProcessGroup: its global ranks, and a handle that deepcopy shares and pickle drops
 
-`to_spec` converts a process group that the user passes to a spec, and `to_user` converts the spec back. The spec of a
+`to_spec` turns the user's `process_group` argument into a spec, and `to_user` converts the spec back. The spec of a
 layer may be a group that does not contain this rank; training the layer then raises ValueError. `make` is a collective:
 ALL ranks of the default group must call it, in the same order. No other function here communicates.
 """

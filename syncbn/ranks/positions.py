@@ -179,7 +179,7 @@ class ThisRank:
         return values
 
     def _poll_store(self, ask: Callable[[], bool], seconds: float) -> bool:
-        """Call `ask` at least once, until it returns True or `seconds` have elapsed. Return whether it became True."""
+        """Call `ask` until it returns True, `seconds` elapse or the store fails. Return whether `ask` returned True."""
         deadline, pause = time.monotonic() + seconds, 0.001
         while self.store_answers:
             with self.suppressing_store_errors():
@@ -235,8 +235,8 @@ def process_state(process: int) -> str:
 
 
 def exit_reason() -> str:
-    """Return " with" or " while handling" and the exception that ends this program, up to 200 characters of one line;
-    "" without an exception."""
+    """Return how this program ends, such as " with KeyError: 1" or " while handling KeyError: 1", in at most 200
+    characters of one line; "" without an exception."""
     handled, error = sys.exc_info()[1], _last_error()
     why = "" if error is None else f" {'while handling' if handled else 'with'} {format_error(error)}"
     return why.partition("\n")[0][:200]

@@ -71,8 +71,8 @@ class Reduction(ABC):
         """
 
     def sign_and_all_reduce(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
-        """Sign the trailer of the float64 `sums`, and return their `all_reduce`. A rank with an `error` sends NaN
-        instead of n, and raises this error."""
+        """Sign the trailer of the float64 `sums`, and return the result of `all_reduce`. A rank with an `error` sends
+        NaN instead of n, and raises this error."""
         return self.all_reduce(sums, pass_name)
 
     def status_words(self, pass_name: str, device: torch.device) -> StatusWords | None:
@@ -111,7 +111,7 @@ class EagerReduction(Reduction):
 
     group: dist.ProcessGroup
     reads_trailer = True
-    # The collective whose sequence number `status_words` has given to kernels, until `all_reduce` begins it. GPU only.
+    # Set by `status_words`, which passes its sequence number to kernels; cleared when `all_reduce` begins it. GPU only.
     pending_collective: Collective | None = None
     status: StreamStatus  # the status words of the stream, on a GPU
 

@@ -64,12 +64,12 @@ REMEDY_GRAPHS = "Pass create_graph=True on every rank or on none, and use torch.
 REMEDY_SETTINGS = "Give the layer the same settings on every rank, and let schedules change them in the same step."
 REMEDY_DTYPES = "Use autocast on every rank or on none, and the same dtype of model and inputs on every rank."
 REMEDY_BACKWARDS = (
-    "The layer is called several times, and the ranks run the backwards of these calls in different orders: call "
-    "backward(), or torch.autograd.grad, for the same call first on every rank."
+    "The layer is called several times, and the ranks run the backwards of these calls in different orders: on "
+    "every rank run backward(), or torch.autograd.grad, of these calls in the same order."
 )
 REMEDY_ENDED = (
-    "Read the last output of the ended process. If there is none, memory may have run out: see dmesg. If it is "
-    "gloo::EnforceNotMet, the ranks have sent different sizes. Possible causes:\n"
+    "Read the last output of the ended process. If there is no output, memory may have run out: see dmesg. "
+    "If the output ends in gloo::EnforceNotMet, the ranks have sent different sizes. Possible causes:\n"
     f"- {EXTRA_CALL}\n"
     "- A rank has left out a layer, has not converted its model, or is in evaluation mode.\n"
     "- A layer has a different number of channels on a rank."
@@ -304,7 +304,7 @@ def _remedy(positions: list[Position], wait: Wait | None) -> str:
     departures = [position.departure for position in positions if not is_consequence(position.departure)]
     passes = {position.pass_name for position in positions}
     places = {(position.group, position.sequence_number, position.description) for position in positions}
-    # The passes of a rank that is late differ from those of the other ranks too, but it is in an earlier collective.
+    # A late rank may also be in another pass, but then it is in an earlier collective.
     in_one_collective = len({(position.group, position.sequence_number) for position in positions}) == 1
     rows = (
         (any(len(departure) > len(HAS_LEFT) for departure in departures), ""),

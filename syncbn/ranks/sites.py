@@ -1,20 +1,20 @@
 """Identifies the layers and functions that communicate over process groups, and signs the payloads that they send.
 
-Here a call site is a pair: a layer or function, and a process group. Each rank signs its payload, so that the total
-shows whether the ranks are in different layers or passes. The signature s of a call site and a pass is a positive
-number, computed from
+Here a call site is a pair: a layer or function, and a process group. Each rank signs its payload, so that the result of
+the all_reduce (the total) shows whether the ranks are in different layers or passes. The signature s of a call site and
+a pass is a positive number, computed from
 
     root and name    the class of the module that `convert_syncbn_model` converted, and the layer's dotted name in it;
                      for a layer without a name, its own class and its number of channels
-    instance number  the number of the layer among those of this root and name that have trained on the group, in the
-                     order of their first calls; it distinguishes two models of one class, and is never reused
+    instance number  counts the layers with this root and name, in the order of their first training calls on the
+                     group; it distinguishes two models of one class, and is never reused
     the call         the pass, the settings of the layer, and the dtype of the input
 
 In all passes except the forward, s also depends on the total of the forward, which differs between the calls of a layer
 (see signature_of_call in kernels/reference.py). Rank r sends 1, s_r and s_r^2 after its sums. By the Cauchy-Schwarz
-inequality sum 1 * sum s^2 = (sum s)^2 holds only if all s are equal. Two different call sites of W ranks have equal
-signatures by chance in at most 4 W of 2^26 cases. A rank that does not know its layer, as in a compiled graph, sends
-zeros, so that the comparison ignores it. With SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
+inequality sum 1 * sum s^2 = (sum s)^2 holds only if all s are equal. In a group of W ranks the signatures of two
+call sites collide with a probability of at most W / 2^24. A rank that does not know its layer, as in a compiled graph,
+sends zeros, so that the comparison ignores it. With SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
 """
 
 import os
@@ -66,7 +66,7 @@ class FunctionCaller:
 
     @property
     def _synchronised_ranks(self) -> int | None:
-        """The attribute of the layer in whose forward the function is called; None outside of a layer."""
+        """`_synchronised_ranks` of the layer whose forward calls the function; None outside of a layer."""
         layer = layer_in_forward.get()
         return None if layer is None else layer._synchronised_ranks
 
@@ -83,7 +83,7 @@ def _hash(text: str) -> int:
 
 
 def smallest_signature(num_ranks: int) -> int:
-    """Return the smallest signature in a group of this size, a power of two; the largest is 2 * smallest - 1. The sum
+    """Return the smallest signature for `num_ranks`. It is a power of two, and the largest is 2 * smallest - 1. The sum
     of all ranks' signatures is below 2^26, so its square is exact in float64."""
     return 1 << (2**25 // num_ranks).bit_length() - 1
 
@@ -172,8 +172,8 @@ class Site:
 def call_site(caller: Caller, group: dist.ProcessGroup) -> Site:
     """Return the call site of a layer or function on this group, and create it in the first call.
 
-    **Raises** ValueError in the first call of a layer in a stage of a pipeline over these ranks; RuntimeError in a
-    forked process.
+    **Raises** ValueError in the first call of a layer in a pipeline stage if the group has ranks of other stages;
+    RuntimeError in a forked process.
     """
     rank, state = this_rank(), _group_state(group)
     site = state.sites.get(caller)
@@ -210,9 +210,9 @@ def _require_one_stage(ranks: list[int]) -> None:
         return
     pipeline = dist.get_process_group_ranks(stage.group or dist.group.WORLD)
     if len({*ranks} & {*pipeline}) > 1:
-        where = f"stage {stage.stage_index} of a pipeline over {format_ranks(pipeline)}, which hold other stages"
+        where = f"stage {stage.stage_index} of a pipeline over {format_ranks(pipeline)}"
         remedy = "with the group of the ranks that hold this stage, or with process_group=1 if only one rank holds it"
-        what = f"the layer is in {where}, and synchronises over {format_ranks(ranks)}"
+        what = f"the layer is in {where}, but synchronises over {format_ranks(ranks)}, which also hold other stages"
         raise ValueError(f"{what}; convert the stage {remedy}")
 
 

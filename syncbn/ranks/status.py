@@ -11,7 +11,7 @@ order, so the words also tell the host, without a call to CUDA, which all_reduce
       FAULT             sequence number of the first faulty all_reduce, and the kind of the fault
       LOCAL_NOT_FINITE  sequence number of the first forward with non-finite local sums; the host clears it
     device word       a copy of FAULT in the GPU's memory: after a fault, kernels update no running statistics
-    recent            the last all_reduces that the host has begun, which map sequence numbers to layers
+    recent            the last all_reduces that the host has begun, to find the layer of a sequence number
 
 The program raises the fault at its next all_reduce. The watchdog, which polls once a second, logs a fault that the
 program has not raised by the second poll, for example because the program waits for the GPU. The program or the

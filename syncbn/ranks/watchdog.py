@@ -116,7 +116,7 @@ def _warn_if_long(rank: ThisRank, wait: Wait) -> None:
 
 
 def _on_group_end(rank: ThisRank, watchdog: threading.Thread) -> None:
-    """Write why this rank leaves, when the default process group or the program ends, perhaps with an exception."""
+    """Write that this rank leaves, and with which exception. Called when the default group or the program ends."""
     if rank.process != os.getpid():  # a forked process, which has no watchdog
         return
     rank.failed = positions.failed_collective() is not None
