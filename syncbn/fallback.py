@@ -53,7 +53,7 @@ from syncbn.torch_internals import (
     profiler_range,
 )
 
-StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # The argument of a Function that is not a tensor.
+StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # the first argument of an autograd Function
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
 
 
@@ -126,10 +126,10 @@ def select_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: 
     times as long on CPUs.
 
     Operators have no gradient, so a call that is differentiated must run them inside an autograd Function. In a graph
-    `apply_function` skips the Function if no tensor requires grad, but inside torch.func Dynamo does not know whether a
-    tensor requires grad. A graph therefore gets torch operations if grad mode is on and no tensor requires grad.
-    (Inside the forward of a Function grad mode is off. Dynamo of torch 2.11 leaves grad mode on there; the rule still
-    holds, because some tensor requires grad.)
+    `apply_function` skips the Function if no tensor requires grad. Inside torch.func Dynamo may see no tensor that
+    requires grad although the call is differentiated. So a graph gets torch operations if grad mode is on and no tensor
+    requires grad. (Inside the forward of a Function grad mode is off. Dynamo of torch 2.11 leaves grad mode on there;
+    the rule still holds, because some tensor requires grad.)
     """
     if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return reference

@@ -152,7 +152,7 @@ def batch_norm_backward(
 
     Raises:
         RuntimeError: as in `sync_batch_norm`.
-        ValueError, TypeError: an argument is invalid. In eager mode every rank raises if `mean` has shape (C,).
+        ValueError, TypeError: an argument is invalid. In eager mode the other ranks raise too if `mean` has shape (C,).
     """
     reduction: Reduction = ONE_RANK
     if training:
@@ -219,7 +219,7 @@ def sync_batch_stats(
 
     Raises:
         RuntimeError: as in `sync_batch_norm`.
-        ValueError, TypeError: an argument is invalid. In eager mode every rank raises if the input has a dim
+        ValueError, TypeError: an argument is invalid. In eager mode the other ranks raise too if the input has the dim
             `channel_dim`.
 
     >>> mean, var, count = sync_batch_stats(torch.tensor([[1.0, 10.0], [3.0, 30.0]]))  # (N, C) on the only rank

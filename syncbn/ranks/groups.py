@@ -111,7 +111,7 @@ def lookup(spec: GroupSpec) -> dist.ProcessGroup | None:
     int have not been created yet.
 
     **Raises** RuntimeError if the group does not exist, for example because it was destroyed; ValueError if this rank
-    is not in it. A layer never falls back to another group or to local statistics.
+    is not in it. In both cases a layer falls back neither to another group nor to local statistics.
     """
     if spec is None:
         return dist.group.WORLD

@@ -10,9 +10,9 @@ Each rank writes to the store of the default process group. A key is "syncbn/", 
 
 The key fault/0/4f2a.../readers contains no rank: it counts the ranks that have read the reports.
 
-A write takes 25 to 120 us, so a thread (watchdog.py) writes the position, once a second if it has changed. The other
-ranks' positions are read (report.py) only for a report, and without delay, because torchrun ends the remaining ranks
-about 0.1 s after the first failure. A position may come from an earlier default group, or from a process that has
+A write takes tens of microseconds, so a thread (watchdog.py) writes the position, once a second if it has changed. The
+other ranks' positions are read (report.py) only for a report, and without delay, because torchrun ends the remaining
+ranks about 0.1 s after the first failure. A position may come from an earlier default group, or from a process that has
 ended. A report therefore gives the age of each position, which is wrong if the clocks of hosts differ. No decision
 depends on a clock.
 """

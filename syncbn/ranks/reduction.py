@@ -265,7 +265,7 @@ def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> R
         return graph_reduction(spec)
     if is_jit_tracing():
         what = (
-            "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm of all ranks"
+            "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm over ranks"
         )
         raise RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()")
     return eager_reduction(spec, caller, getattr(input, "dtype", None))

@@ -521,7 +521,7 @@ def test_values_of_a_dtensor(ranks: Ranks, dim: int) -> None:
     sharded = distribute_tensor(whole, mesh, [Shard(dim)]).requires_grad_()
     layer = syncbn.SyncBatchNorm(3, dtype=torch.float64, device=ranks.device)
     if ranks.device.type == "cpu":  # on a GPU a fault ends what the group can do
-        with pytest.raises(TypeError, match=r"input is a DTensor; pass input\.to_local\(\), and as process_group "):
+        with pytest.raises(TypeError, match=r"input is a DTensor; pass input\.to_local\(\), and process_group="):
             layer(sharded if ranks.rank == 0 else sharded.to_local().detach())
     output = normalize_dtensor(layer, sharded)
     output.pow(3).sum().backward()
