@@ -24,7 +24,7 @@ def test_one_rank_records_alone(ranks: Ranks, kind: type[nn.Module]) -> None:
             for function in (model[1], lambda x: sync_batch_norm(x, None, None, training=True)):
                 with pytest.raises(TraceError):
                     fx.symbolic_trace(function)
-                with pytest.raises(RuntimeError, match="cannot record batch norm of all ranks"):
+                with pytest.raises(RuntimeError, match="cannot record batch norm over ranks"):
                     torch.jit.trace(function, x)
             with pytest.raises(RuntimeError, match="cannot compile"):
                 torch.jit.script(model)
