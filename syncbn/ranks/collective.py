@@ -25,7 +25,7 @@ from syncbn.torch_internals import ALL_REDUCE, ALL_TO_ALL, all_reduce_operator, 
 MAX_ALL_TO_ALL_ELEMENTS = 8192  # 64 kB. For longer payloads all_reduce is faster.
 IN_CUDA_GRAPH = 0  # placeholder for the call number in a CUDA graph, whose replays run no Python that could count
 FIRST_WARNING_SECONDS = 30.0  # waiting time before the first warning; it doubles with each warning
-# Magnitudes beyond which squares overflow. float32 overflows only on GPUs, at 1e19; CPU kernels square it in float64.
+# Magnitudes beyond which squares overflow. GPU kernels may square float32 in float32 (1e19), CPU kernels use float64.
 OVERFLOW_THRESHOLDS = {torch.bfloat16: "1e19", torch.float64: "1e154"}
 
 
