@@ -71,7 +71,9 @@ def unwrap(tensors: Tensors, options: Options) -> tuple[Tensors, Options, Output
         # A check of the user may read more than the number of dims, so it gets the original tensor.
         options = replace(options, check_input_dim=lambda layer, _: check(layer, x))
     inputs = x, tensors.running_mean, tensors.running_var, tensors.weight, tensors.bias, tensors.z
-    unwrapped = Tensors._make(unwrap_tensor(each) if is_plain_subclass(each) else each for each in tensors)
+    unwrapped = Tensors._make(
+        unwrap_tensor(each) if type(each) not in PLAIN_OR_NONE and is_plain_subclass(each) else each for each in tensors
+    )
     return unwrapped, options, lambda output: batch_norm(*inputs, output=output)
 
 

@@ -77,7 +77,7 @@ class Collective:
 
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
         try:
-            if isinstance(error, RuntimeError):
+            if error is not None and isinstance(error, RuntimeError):
                 self._raise_with_positions(error)
         finally:  # not earlier, because the report needs this collective in `waiting`
             del self.rank.waiting[self]
