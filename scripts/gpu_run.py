@@ -53,7 +53,7 @@ FAULTS = {
     "replay": (REPLAY, REPLAY),
 }
 # At once, so that they take as long as one another.
-DISTRIBUTED_TESTS = ("equality", "ddp", "communication", "masks"), ("recipes", "groups", "running_stats")
+DISTRIBUTED_TESTS = ("equality", "ddp", "promises"), ("recipes", "groups", "running_stats")
 
 
 class Skip(Exception):  # noqa: N818  # no error
@@ -222,7 +222,7 @@ def ranks(part: Part) -> None:
     chosen, backend = ["-k", "not mesh and not dtensor and not own_group_was_destroyed"], ON_ONE_GPU
     if refused or part.dry_run:
         chosen, backend = [], {"TESTS_BACKEND": "gloo"}
-    for names in [["no_host_sync"]] if part.dry_run else DISTRIBUTED_TESTS:
+    for names in [["devices"]] if part.dry_run else DISTRIBUTED_TESTS:
         part.pytest(*(f"tests/distributed/test_{name}.py" for name in names), *chosen, ranks=2, **backend)
     part.notes = [f"under {backend['TESTS_BACKEND']}", *[refused] * bool(refused)]
     part.wait()

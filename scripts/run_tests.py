@@ -3,7 +3,7 @@
     scripts/test.sh                     makes .venv first
     scripts/test.sh --quick             2 ranks, and no file that mostly starts programs, compiles or interprets
     scripts/test.sh --nightly           the tests of the scripts, the guides and the tests themselves
-    scripts/test.sh -k masks            other arguments go to pytest
+    scripts/test.sh -k mask             other arguments go to pytest
 
 The parts on 2, 3 (with the reference kernels) and 4 ranks come last, as they use all cores. The output of each part
 goes to runs/tests. At the end stand the ends of those that failed, and pytest's summary of each part.
