@@ -28,7 +28,7 @@ from syncbn import fallback
 from syncbn.arguments import Options, Tensors, require_two_values
 from syncbn.inputs import OutputWrapper, make_dense, unwrap_and_mask
 from syncbn.kernel_cache import backward_cache, forward_cache
-from syncbn.kernels.interface import ForwardKernels
+from syncbn.kernels.interface import TRAILER_ELEMENTS, ForwardKernels
 from syncbn.ranks.reduction import Reduction, eager_reduction
 from syncbn.ranks.sites import Caller
 from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, keeps_graph, profiler_range
@@ -64,17 +64,17 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
     reduction = eager_reduction(options.process_group, caller, x.dtype)
     single_rank = reduction.group is None and num_values is None  # The local sums are the total, unchanged.
     kernels = kernels.for_single_rank if single_rank else kernels
-    outer, num_channels, inner = kernels.config.layout.sizes
+    outer, _, inner = kernels.config.layout.sizes
     try:
         status_words = reduction.status_words("forward", x.device) if x.is_cuda else None
         sums = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], status_words)
         if num_values is not None:  # Masked values are 0 in the sums, but the kernel has counted them in n.
-            sums[2 * num_channels] = num_values
+            sums[-TRAILER_ELEMENTS] = num_values
     except Exception as error:  # The first call of a kernel may compile it, which may raise anything.
         fallback.raise_on_all_ranks(error, tensors, options, reduction, "forward")
     total = reduction.all_reduce(sums, "forward", status_words)
     if outer * inner < 2 or num_values is not None:  # Otherwise this rank has two or more values per channel.
-        require_two_values(outer * inner if single_rank else total[2 * num_channels], x)
+        require_two_values(outer * inner if single_rank else total[-TRAILER_ELEMENTS], x)
     momentum: Any = options.momentum  # This is a number or None: a tensor momentum takes the fallback.
     buffers = running_mean, running_var, counter
     y, statistics, is_finite = kernels.forward_outputs((x, weight, bias, z), total, buffers, momentum, status_words)
