@@ -336,11 +336,10 @@ def test_an_error_of_one_rank_alone_is_reported_by_the_others(
         reports.wait_for(
             rf"rank 0 has waited \d+ s for others\.\nrank 0: in {description}{WRITTEN}\n"
             r"rank 1: last seen after SyncBatchNorm forward, call 1; has raised \S*CompilationError: at 12:4:"
-            rf"{WRITTEN}\n"
+            rf"{WRITTEN}\n(?!Possible causes)"
         )
     with context():
         run(layer, x, y)
-    assert "Every rank must" not in reports.text
     dist.barrier()
 
 
