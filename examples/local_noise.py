@@ -48,7 +48,7 @@ def main() -> None:
         noise, sorted_noise = (measure(model, images[indices], arguments.ranks) for indices in (shuffled, ordered))
         if per_rank == 2:
             print_noise(f"{arguments.ranks} ranks, 2 images per rank", noise)
-        rows.append((str(per_rank), *format_error(noise), *format_error(sorted_noise)))
+        rows.append((str(per_rank), *format_noise(noise), *format_noise(sorted_noise)))
     headings = "images per rank", "gain", "outputs off", "sorted: gain", "sorted: outputs off"
     print_table(f"{arguments.ranks} ranks: layers that gain, and the most that outputs are off", headings, rows)
 
@@ -122,7 +122,7 @@ def gains(row: LayerNoise) -> bool:
     return row.output_deviation > GAINS_FROM
 
 
-def format_error(noise: list[LayerNoise]) -> tuple[str, str]:
+def format_noise(noise: list[LayerNoise]) -> tuple[str, str]:
     """How many layers gain, and the largest deviation of outputs."""
     return f"{sum(map(gains, noise))} of {len(noise)}", f"{max(row.output_deviation for row in noise):.2f}"
 

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import launch
 from digits import build_model, load_images
 from launch import positive, print_table, progress_bar, rank, world_size, write
-from local_noise import LayerNoise, format_error, measure, print_noise
+from local_noise import LayerNoise, format_noise, measure, print_noise
 from plots import Lines, draw_panels, mean_and_spread
 
 NUM_TRAIN = 600  # of the 1,797 digits; the others test, so that an error is known to 0.1 %
@@ -132,7 +132,7 @@ def report(
     if noise := more.pop("noise", None):
         noisiest = max(noise, key=lambda setting: max(row.output_deviation for row in noise[setting]))
         print_noise(f"{axis}: {noisiest}", noise[noisiest])
-        rows = [(setting, *format_error(layers)) for setting, layers in noise.items()]
+        rows = [(setting, *format_noise(layers)) for setting, layers in noise.items()]
         print_table("What local batch norm would do", (axis, "layers that gain", "outputs off by up to"), rows)
         more["local noise"] = {setting: [row._asdict() for row in layers] for setting, layers in noise.items()}
     cells = {way: [mean_and_spread(seeds) for seeds in errors[way].values()] for way in errors}
