@@ -93,14 +93,14 @@ def prepare(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensors
 
 def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple[Tensor, Tensor]:
     """Return y and the statistics for checked, plain, dense tensors without a mask."""
-    call = forward_config(tensors, options), reduction
+    static = forward_config(tensors, options), reduction
     inputs = tensors.input, tensors.weight, tensors.bias, tensors.z, tensors.num_values
-    y, statistics = apply_function(SyncBatchNormFunction, call, *inputs)
+    y, statistics = apply_function(SyncBatchNormFunction, static, *inputs)
     return y, statistics
 
 
 def apply_function(
-    function: type[torch.autograd.Function], call: object, *tensors: Tensor | None
+    function: type[torch.autograd.Function], static: object, *tensors: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Return the outputs of an autograd Function whose first argument is not a tensor.
 
@@ -113,7 +113,7 @@ def apply_function(
     else:
         differentiates = not is_transformed(*tensors)
     run = function.apply if differentiates else function.forward
-    outputs: tuple[Tensor, ...] = run(call, *tensors)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = run(static, *tensors)  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -180,10 +180,10 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        call: StaticArguments, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+        static: StaticArguments, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
         num_values: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        config, reduction = call
+        config, reduction = static
         kernels = select_back_end(config, x, weight, bias, residual).Forward(config)
         sums = sum_over_ranks(kernels.forward_sums(x), reduction, "forward", num_values)
         # An unmasked x with more than C elements has two or more values per channel on this rank alone.

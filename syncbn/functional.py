@@ -251,8 +251,8 @@ class _Sums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: fallback.StaticArguments, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
-        config, reduction = call
+    def forward(static: fallback.StaticArguments, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
+        config, reduction = static
         sums = fallback.select_back_end(config, x).Forward(config).forward_sums(x)
         return (fallback.sum_over_ranks(sums, reduction, "forward", num_values),)
 

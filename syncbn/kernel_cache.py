@@ -29,26 +29,26 @@ _metadata = attrgetter("shape", "dtype", "device")
 
 
 class Cache(Generic[Value]):
-    """A cache of values that depend only on a config and on the dtypes, devices, sizes and strides of tensors.
+    """A cache of values that depend only on a key and on the dtypes, devices, sizes and strides of tensors.
 
-    The key is the config, the shape of the first tensor, and for each tensor whether it is None or a NestedTensor. A
-    guard compares the rest of the metadata.
+    The full key is `call_key`, the shape of the first tensor, and for each tensor whether it is None or a NestedTensor.
+    A guard compares the rest of the metadata.
     """
 
     def __init__(self, select: Callable[..., Value | None]) -> None:
         self.select: Callable[..., Value | None] = select
         self.entries: dict[tuple[object, ...], tuple[tuple[Guard, Value], ...]] = {}
 
-    def get(self, config: Hashable, tensors: tuple[Any, ...], *arguments: Any) -> Value | None:
+    def get(self, call_key: Hashable, tensors: tuple[Any, ...], *arguments: Any) -> Value | None:
         """Return the cached value whose guard accepts the tensors, or None if the storage of a tensor was freed. If no
         guard accepts them, return `select(tensors, *arguments)`, and cache the result unless it is None.
 
-        **Raises** any exception if the first tensor is not a Tensor, or if the config is not hashable.
+        **Raises** any exception if the first tensor is not a Tensor, or if `call_key` is not hashable.
         """
         present = [*filter(_is_present, tensors)]
         # A guard for strided tensors would abort on a NestedTensor. `is_nested` separates the keys of NestedTensors;
         # nothing is cached for them.
-        key = config, tensors[0].shape, *map(getattr, tensors, _IS_NESTED, _NONE)
+        key = call_key, tensors[0].shape, *map(getattr, tensors, _IS_NESTED, _NONE)
         for guard, value in self.entries.get(key, ()):
             if guard(*present):
                 # A guard does not detect freed storage. data_ptr() of a tensor in freed storage is the storage offset
@@ -57,7 +57,7 @@ class Cache(Generic[Value]):
                 return None if may_be_freed and any_freed(present) else value
         for index, tensor in enumerate(tensors):
             if tensor is not None and id(tensor) in map(id, tensors[:index]):  # A guard rejects a repeated tensor.
-                return self.get(config, (*tensors[:index], tensor.detach(), *tensors[index + 1 :]), *arguments)
+                return self.get(call_key, (*tensors[:index], tensor.detach(), *tensors[index + 1 :]), *arguments)
         selected = self.select(tensors, *arguments)
         if selected is not None and guards_work():
             if len(self.entries) >= MAX_KEYS:

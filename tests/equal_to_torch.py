@@ -18,7 +18,7 @@ Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
 
 
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the test the caches of kernels are others, which are empty."""
+    """Give the test empty caches of kernels."""
     for kernels in (ForwardKernels, BackwardKernels):
         kernels.cached.cache_clear()
     for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache):
@@ -26,7 +26,7 @@ def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def twins(layer_class: type[nn.BatchNorm2d] = nn.BatchNorm2d) -> tuple[Any, Any]:
-    """A layer of torch's mathematics and a converted one, with the same numbers, of 3 channels."""
+    """Return a layer of torch with 3 channels, and a converted copy."""
     expected = layer_class(3)
     for parameter in expected.parameters():
         nn.init.uniform_(parameter, 0.5, 2)
@@ -34,13 +34,14 @@ def twins(layer_class: type[nn.BatchNorm2d] = nn.BatchNorm2d) -> tuple[Any, Any]
 
 
 def close(actual: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-5, **options: Any) -> None:
-    """Values alone: the classes may be others."""
+    """Compare values, not classes."""
     tensors = (tree_map_only(Tensor, plain, tree) for tree in (actual, expected))
     torch.testing.assert_close(*tensors, rtol=rtol, atol=atol, **options)
 
 
 def as_torch(run: Callable[[Any], Any], layer_class: Any = nn.BatchNorm2d, **tolerance: Any) -> Any:
-    """What `run` gives of our layer: the same as of torch's, with classes and metadata."""
+    """Return what `run` returns for a converted layer, which must be what it returns for torch's, classes and metadata
+    included."""
     expected, actual = map(run, twins(layer_class))
     close(actual, expected, **tolerance)
     assert [*map(class_and_metadata, tree_leaves(actual))] == [*map(class_and_metadata, tree_leaves(expected))]
@@ -52,7 +53,7 @@ def with_gaps(tensor: Tensor) -> Tensor:
 
 
 def escaped(tensor: Tensor) -> Tensor:
-    """From torch.func.grad: a wrapper around the same values, which has no memory of its own."""
+    """Return a wrapper of torch.func.grad around the same values. The wrapper has no memory of its own."""
     kept: list[Tensor] = []
 
     def function(tensor: Tensor) -> Tensor:

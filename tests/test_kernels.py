@@ -475,7 +475,7 @@ def test_the_signature_of_a_backward_tells_calls_apart(kernels: ModuleType, chan
     assert signature(sums, interface.UNSIGNED) == 0
 
 
-# What kernels for GPUs note in a status_words.
+# Status words, in which kernels for GPUs store what they find in a total.
 
 NAN, MANY = math.nan, 20  # channels of several programs
 LARGE = 2**25 - 1  # the largest signature of two ranks
@@ -483,7 +483,7 @@ NO_FAULT, RANKS_DIFFER, BAD_ARGUMENT, ONE_VALUE = 0, interface.RANKS_DIFFER, int
 
 
 class Words:
-    """The words of a status_words, and a batch of 8 values per channel with a total that two ranks might have."""
+    """Status words, and a batch of 8 values per channel with a total that two ranks might have."""
 
     def __init__(self, kernels: ModuleType) -> None:
         self.kernels, self.state = kernels, torch.zeros(1, dtype=torch.int64)
@@ -554,9 +554,8 @@ class Words:
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "sequence_number", [2**40 + 1, -6, 0]
-)  # of a long run; of a captured graph; without a status_words
+# The sequence numbers of a long run and of a captured graph; 0 stands for a call without status words.
+@pytest.mark.parametrize("sequence_number", [2**40 + 1, -6, 0])
 def test_faults_in_a_total(kernels: ModuleType, sequence_number: int, trailer: tuple[float, ...], kind: int) -> None:
     """All that reads a total finds the same, but one value per channel is a fault in forward alone. In a captured graph
     no ends are noted, and nothing without status words."""
