@@ -1,28 +1,27 @@
-"""Real handwritten digits, trained three ways from the same weights on the same batches.
+"""Train on real handwritten digits in three ways, from the same weights on the same batches.
 
     one process     the whole batch on one process, nn.BatchNorm2d
     syncbn          W ranks under DistributedDataParallel, each with its slice of the batch, syncbn
     local           the same with nn.BatchNorm2d: every rank normalises its slice alone
 
-With syncbn the loss curve lies on that of one process, to rounding; with local statistics of two images it does not.
-Which of the two has the better test accuracy here depends on the seed: segmentation.py shows where it matters.
+With syncbn the loss curve equals that of one process, up to rounding. Local statistics of two images give another
+curve. Which way has the best test accuracy here depends on the seed; segmentation.py shows a job where it matters.
 
     python examples/digits.py                                          one process: all three are the same
     torchrun --standalone --nproc-per-node 2 examples/digits.py        two ranks: nccl when each has a GPU, else gloo
     torchrun --standalone --nproc-per-node 2 examples/digits.py --epochs 1 --steps 20        a few seconds
 
-With --checkpoint FILE, which only rank 0 reads and writes, the job goes on from that file when it exists. So it
-survives the end of any of its ranks at any time, and may go on with fewer or more of them: the batch stays the same.
+With --checkpoint FILE, which only rank 0 reads and writes, the job resumes from the file if it exists. So the job
+survives the end of any rank at any time, and may resume with fewer or more ranks: the batch stays the same.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/digits.py --checkpoint runs/digits/checkpoint.pt
 
 Writes metrics.json (settings, curves, accuracies, distances) and curves.png to --output. The data are scikit-learn's:
-1,797 images of 8 x 8 pixels, inside its wheel.
+1,797 images of 8 x 8 pixels, which its wheel contains.
 """
 
 import argparse
 import functools
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from trainer import SMOOTHING, Trainer, last_losses, report, three_ways
 
-NUM_TEST = 297  # images held out; 1,500 to train
+NUM_TEST = 297  # held-out images; the other 1,500 are for training
 
 parser = new_parser(__doc__, "digits")
 add = parser.add_argument
@@ -47,7 +46,7 @@ add("--learning-rate", type=float, default=0.005, help="of SGD with momentum 0.9
 add("--width", type=positive, default=16, help="channels of the first stage")
 add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
 add("--seed", type=int, default=0, help="of weights and batches")
-add("--checkpoint", type=Path, help="file to go on from, and to write")
+add("--checkpoint", type=Path, help="file to resume from, and to write")
 add("--checkpoint-every", type=positive, default=25, help="steps between checkpoints")
 
 
@@ -63,13 +62,13 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Sequential(nn.Conv2d(num_in, num_out, 1, stride, bias=False), nn.BatchNorm2d(num_out))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))  # (N, num_out, H / stride, W / stride), as all that follows
+        y = F.relu(self.bn1(self.conv1(x)))  # (N, num_out, H / stride, W / stride), like the output
         return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
 
 
 def build_model(width: int, strides: tuple[int, int] = (1, 2)) -> nn.Module:
-    """(N, 1, 8, 8) images -> (N, 10) logits."""
-    inner, outer = strides[0] * width, strides[0] * strides[1] * width  # a stride of 2 doubles the channels
+    """(N, 1, 8, 8) images -> (N, 10) logits. A stride of 2 doubles the channels."""
+    inner, outer = strides[0] * width, strides[0] * strides[1] * width
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1, bias=False),  # (N, width, 8, 8)
         nn.BatchNorm2d(width),
@@ -83,7 +82,7 @@ def build_model(width: int, strides: tuple[int, int] = (1, 2)) -> nn.Module:
 
 
 def load_images(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images (1797, 1, 8, 8) in [0, 1], labels (1797,), in the data set's order: its writers are mixed."""
+    """Return images (1797, 1, 8, 8) in [0, 1] and labels (1797,). The order of the data set mixes its writers."""
     digits = load_digits()
     images = torch.tensor(digits.images / 16, dtype=dtype, device=device).unsqueeze(1)
     return images, torch.tensor(digits.target, device=device)
@@ -91,14 +90,14 @@ def load_images(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of right answers, with running statistics."""
+    """Return the share of right answers, with running statistics."""
     right = model.eval()(images).argmax(1) == labels
     model.train()
     return right.double().mean().item()
 
 
 class Training:
-    """The three ways in lockstep, so that an interruption leaves comparable curves; and where they are in the data."""
+    """The three ways, trained in lockstep, and their position in the data."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(arguments.seed)
@@ -111,76 +110,65 @@ class Training:
         for trainer in self.trainers:
             trainer.tests["accuracies"] = []
         self.arguments, self.device = arguments, device
-        # Those that a job must share with its checkpoint; the numbers of ranks and of epochs may change.
+        # A checkpoint must have the same settings. The numbers of ranks and epochs may change.
         names = "images-per-rank", "steps", "learning-rate", "width", "dtype", "seed"
         self.settings = {f"--{name}": str(getattr(arguments, name.replace("-", "_"))) for name in names}
         self.batch = arguments.images_per_rank * world_size()
         if self.batch > len(self.images):
             sys.exit(f"all ranks' images make a batch of {self.batch}, but there are {len(self.images)}")
-        self.order = torch.Generator().manual_seed(arguments.seed)
-        self.epoch = 0
-        self.left = self.shuffled()  # images of this epoch that are still to come
+        self.generator, self.epoch = torch.Generator().manual_seed(arguments.seed), 0
+        self.remaining = self.shuffle()  # indices of this epoch's images that are not yet used
         if arguments.checkpoint is not None:
             self.load(arguments.checkpoint)
 
     def steps_per_epoch(self) -> int:
         return self.arguments.steps or len(self.images) // self.batch
 
-    def shuffled(self) -> Tensor:
-        """Indices of an epoch's images."""
-        return torch.randperm(len(self.images), generator=self.order)[: self.steps_per_epoch() * self.batch]
+    def shuffle(self) -> Tensor:
+        return torch.randperm(len(self.images), generator=self.generator)[: self.steps_per_epoch() * self.batch]
 
     def run(self) -> None:
-        """Train to the last epoch's end."""
-        every = self.arguments.checkpoint_every if self.arguments.checkpoint is not None else math.inf
-        done, epochs = len(self.trainers[0].losses), self.arguments.epochs
+        done, epochs, checkpoint = len(self.trainers[0].losses), self.arguments.epochs, self.arguments.checkpoint
         with progress_bar(done, epochs * self.steps_per_epoch()) as advance:
             while self.epoch < epochs:
                 self.step()
                 done += 1
                 advance(f"epoch {min(self.epoch + 1, epochs)}/{epochs}  {last_losses(self.trainers)}")
-                if done % every == 0 or (self.epoch == epochs and every < math.inf):
-                    self.save(self.arguments.checkpoint)
+                if checkpoint is not None and (done % self.arguments.checkpoint_every == 0 or self.epoch == epochs):
+                    self.save(checkpoint)
 
     def step(self) -> None:
-        """Train on one batch; after the last of an epoch, test."""
-        picked, self.left = self.left[: self.batch].to(self.device), self.left[self.batch :]
+        """Train on one batch, and test after the last batch of an epoch."""
+        picked, self.remaining = self.remaining[: self.batch].to(self.device), self.remaining[self.batch :]
         for trainer in self.trainers:
             trainer.step(self.images[picked], self.labels[picked])
-        if not len(self.left):
-            for trainer in self.trainers:
-                # The module itself: DistributedDataParallel would wait for the other ranks.
+        if not len(self.remaining):
+            for trainer in self.trainers:  # The bare module needs no other rank.
                 trainer.tests["accuracies"].append(accuracy(trainer.module, *self.test))
             self.epoch += 1
-            self.left = self.shuffled()
+            self.remaining = self.shuffle()
 
     def save(self, path: Path) -> None:
-        """Write all that `load` needs, of all ranks, on rank 0."""
-        on_gpu = self.device.type == "cuda"
-        random_state = {"CPU": torch.get_rng_state(), "GPU": torch.cuda.get_rng_state() if on_gpu else None}
+        """Write a checkpoint with the random states of all ranks, on rank 0."""
+        gpu_state = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+        random_state = {"CPU": torch.get_rng_state(), "GPU": gpu_state}
         random_states = [random_state] * world_size()
         if dist.is_initialized():
             dist.all_gather_object(random_states, random_state)
-        state = {
-            "settings": self.settings,
-            "batch": self.batch,
-            "epoch": self.epoch,
-            "left": self.left,
-            "order": self.order.get_state(),
-            "random": random_states,  # of each rank
-            "trainers": {trainer.name: trainer.state_dict() for trainer in self.trainers},
-        }
+        state = {"settings": self.settings, "batch": self.batch, "epoch": self.epoch, "remaining": self.remaining}
+        state |= {"generator": self.generator.get_state(), "random": random_states}
+        state["trainers"] = {trainer.name: trainer.state_dict() for trainer in self.trainers}
         if rank() == 0:
             save(state, path)
 
     def load(self, path: Path) -> None:
-        """Go on from `path` if it exists. **Exits** with the reason where it is not a checkpoint of this job."""
+        """Resume from `path` if it exists. **Exits** with the reason if the file is not a checkpoint of this job."""
         if (state := resume(path, self.settings)) is None:
             return
         if state["batch"] < world_size():
-            sys.exit(f"{path} is of a batch of {state['batch']} images, too few for {world_size()} ranks")
-        self.batch, self.epoch, self.left = state["batch"], state["epoch"], state["left"]
-        self.order.set_state(state["order"])
+            sys.exit(f"{path} has a batch of {state['batch']} images, too few for {world_size()} ranks")
+        self.batch, self.epoch, self.remaining = state["batch"], state["epoch"], state["remaining"]
+        self.generator.set_state(state["generator"])
         if rank() < len(state["random"]):
             random_state = state["random"][rank()]
             torch.set_rng_state(random_state["CPU"])
@@ -191,7 +179,7 @@ class Training:
 
 
 def draw_curves(figure: Any, trainers: list[Trainer]) -> None:
-    """The three loss curves, and below them the distances of two of them from one process."""
+    """Draw the three loss curves, and below them the distances of two of them from one process."""
     figure.set_size_inches(8, 7)
     curves, distances = figure.subplots(2, 1, sharex=True)
     reference = torch.tensor(trainers[0].losses, dtype=torch.float64)
@@ -202,10 +190,9 @@ def draw_curves(figure: Any, trainers: list[Trainer]) -> None:
         steps = [SMOOTHING * index + len(block) / 2 for index, block in enumerate(blocks)]
         curves.plot(steps, [block.mean() for block in blocks], line, linewidth=width, **look)
         if trainer is not trainers[0]:
-            difference = (losses - reference).abs().clamp(min=1e-17)  # 0 has no logarithm
-            distances.semilogy(difference, linewidth=1, **look)
+            distances.semilogy((losses - reference).abs().clamp(min=1e-17), linewidth=1, **look)
     curves.set(ylabel=f"training loss (mean of {SMOOTHING} steps)", title="One batch, three ways to normalise it")
-    distances.set(xlabel="step", ylabel="difference of the loss from one process's")
+    distances.set(xlabel="step", ylabel="difference from the loss of one process")
     curves.legend()
     distances.legend()
 
