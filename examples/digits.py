@@ -16,24 +16,22 @@ survives the end of any rank at any time, and may resume with fewer or more rank
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/digits.py --checkpoint runs/digits/checkpoint.pt
 
-Writes metrics.json (settings, curves, accuracies, distances) and curves.png to --output. The data are scikit-learn's:
-1,797 images of 8 x 8 pixels, which its wheel contains.
+Writes metrics.json (settings, loss curves, accuracies, distances) to --output. The data are scikit-learn's: 1,797
+images of 8 x 8 pixels, which its wheel contains.
 """
 
 import argparse
 import functools
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launch import new_parser, positive, progress_bar, rank, resume, run_on_ranks, save, world_size
-from plots import LOOKS
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from trainer import SMOOTHING, Trainer, last_losses, report, three_ways
+from trainer import last_losses, report, three_ways
 
 NUM_TEST = 297  # held-out images; the other 1,500 are for training
 
@@ -96,114 +94,70 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return right.double().mean().item()
 
 
-class Training:
-    """The three ways, trained in lockstep, and their position in the data."""
-
-    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
-        torch.manual_seed(arguments.seed)
-        dtype = getattr(torch, arguments.dtype)
-        images, labels = load_images(dtype, device)
-        self.test = images[:NUM_TEST], labels[:NUM_TEST]
-        self.images, self.labels = images[NUM_TEST:], labels[NUM_TEST:]
-        sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
-        self.trainers = three_ways(build_model(arguments.width).to(device, dtype), sgd)
-        for trainer in self.trainers:
-            trainer.tests["accuracies"] = []
-        self.arguments, self.device = arguments, device
-        # A checkpoint must have the same settings. The numbers of ranks and epochs may change.
-        names = "images-per-rank", "steps", "learning-rate", "width", "dtype", "seed"
-        self.settings = {f"--{name}": str(getattr(arguments, name.replace("-", "_"))) for name in names}
-        self.batch = arguments.images_per_rank * world_size()
-        if self.batch > len(self.images):
-            sys.exit(f"all ranks' images make a batch of {self.batch}, but there are {len(self.images)}")
-        self.generator, self.epoch = torch.Generator().manual_seed(arguments.seed), 0
-        self.remaining = self.shuffle()  # indices of this epoch's images that are not yet used
-        if arguments.checkpoint is not None:
-            self.load(arguments.checkpoint)
-
-    def steps_per_epoch(self) -> int:
-        return self.arguments.steps or len(self.images) // self.batch
-
-    def shuffle(self) -> Tensor:
-        return torch.randperm(len(self.images), generator=self.generator)[: self.steps_per_epoch() * self.batch]
-
-    def run(self) -> None:
-        done, epochs, checkpoint = len(self.trainers[0].losses), self.arguments.epochs, self.arguments.checkpoint
-        with progress_bar(done, epochs * self.steps_per_epoch()) as advance:
-            while self.epoch < epochs:
-                self.step()
-                done += 1
-                advance(f"epoch {min(self.epoch + 1, epochs)}/{epochs}  {last_losses(self.trainers)}")
-                if checkpoint is not None and (done % self.arguments.checkpoint_every == 0 or self.epoch == epochs):
-                    self.save(checkpoint)
-
-    def step(self) -> None:
-        """Train on one batch, and test after the last batch of an epoch."""
-        picked, self.remaining = self.remaining[: self.batch].to(self.device), self.remaining[self.batch :]
-        for trainer in self.trainers:
-            trainer.step(self.images[picked], self.labels[picked])
-        if not len(self.remaining):
-            for trainer in self.trainers:  # The bare module needs no other rank.
-                trainer.tests["accuracies"].append(accuracy(trainer.module, *self.test))
-            self.epoch += 1
-            self.remaining = self.shuffle()
-
-    def save(self, path: Path) -> None:
-        """Write a checkpoint with the random states of all ranks, on rank 0."""
-        gpu_state = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
-        random_state = {"CPU": torch.get_rng_state(), "GPU": gpu_state}
-        random_states = [random_state] * world_size()
-        if dist.is_initialized():
-            dist.all_gather_object(random_states, random_state)
-        state = {"settings": self.settings, "batch": self.batch, "epoch": self.epoch, "remaining": self.remaining}
-        state |= {"generator": self.generator.get_state(), "random": random_states}
-        state["trainers"] = {trainer.name: trainer.state_dict() for trainer in self.trainers}
-        if rank() == 0:
-            save(state, path)
-
-    def load(self, path: Path) -> None:
-        """Resume from `path` if it exists. **Exits** with the reason if the file is not a checkpoint of this job."""
-        if (state := resume(path, self.settings)) is None:
-            return
-        if state["batch"] < world_size():
-            sys.exit(f"{path} has a batch of {state['batch']} images, too few for {world_size()} ranks")
-        self.batch, self.epoch, self.remaining = state["batch"], state["epoch"], state["remaining"]
-        self.generator.set_state(state["generator"])
-        if rank() < len(state["random"]):
-            random_state = state["random"][rank()]
-            torch.set_rng_state(random_state["CPU"])
-            if self.device.type == "cuda" and random_state["GPU"] is not None:
-                torch.cuda.set_rng_state(random_state["GPU"])
-        for trainer in self.trainers:
-            trainer.load_state_dict(state["trainers"][trainer.name])
-
-
-def draw_curves(figure: Any, trainers: list[Trainer]) -> None:
-    """Draw the three loss curves, and below them the distances of two of them from one process."""
-    figure.set_size_inches(8, 7)
-    curves, distances = figure.subplots(2, 1, sharex=True)
-    reference = torch.tensor(trainers[0].losses, dtype=torch.float64)
-    for trainer, line, width in zip(trainers, ("-", "--", "-"), (5.0, 2.0, 1.5), strict=True):
-        look = {"color": LOOKS[trainer.name][0], "label": trainer.name}
-        losses = torch.tensor(trainer.losses, dtype=torch.float64)
-        blocks = losses.split(SMOOTHING)
-        steps = [SMOOTHING * index + len(block) / 2 for index, block in enumerate(blocks)]
-        curves.plot(steps, [block.mean() for block in blocks], line, linewidth=width, **look)
-        if trainer is not trainers[0]:
-            distances.semilogy((losses - reference).abs().clamp(min=1e-17), linewidth=1, **look)
-    curves.set(ylabel=f"training loss (mean of {SMOOTHING} steps)", title="One batch, three ways to normalise it")
-    distances.set(xlabel="step", ylabel="difference from the loss of one process")
-    curves.legend()
-    distances.legend()
+def random_states(device: torch.device) -> list[dict[str, Tensor | None]]:
+    """Return the states of torch's generators on every rank."""
+    gpu_state = torch.cuda.get_rng_state() if device.type == "cuda" else None
+    states = [{"CPU": torch.get_rng_state(), "GPU": gpu_state}] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(states, states[0])
+    return states
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    training = Training(arguments, device)
-    training.run()
+    torch.manual_seed(arguments.seed)
+    dtype, path = getattr(torch, arguments.dtype), arguments.checkpoint
+    images, labels = load_images(dtype, device)
+    test, images, labels = (images[:NUM_TEST], labels[:NUM_TEST]), images[NUM_TEST:], labels[NUM_TEST:]
+    sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
+    trainers = three_ways(build_model(arguments.width).to(device, dtype), sgd)
+    for trainer in trainers:
+        trainer.tests["accuracies"] = []
+    batch, epoch = arguments.images_per_rank * world_size(), 0
+    if batch > len(images):
+        sys.exit(f"all ranks' images make a batch of {batch}, but there are {len(images)}")
+    generator = torch.Generator().manual_seed(arguments.seed)
+    remaining = torch.empty(0, dtype=torch.long)  # indices of this epoch's images that are not yet used
+
+    # A checkpoint must have the same settings. The numbers of ranks and epochs may change.
+    names = "images-per-rank", "steps", "learning-rate", "width", "dtype", "seed"
+    settings = {f"--{name}": str(getattr(arguments, name.replace("-", "_"))) for name in names}
+    if path is not None and (state := resume(path, settings)) is not None:
+        if state["batch"] < world_size():
+            sys.exit(f"{path} has a batch of {state['batch']} images, too few for {world_size()} ranks")
+        batch, epoch, remaining = state["batch"], state["epoch"], state["remaining"]
+        generator.set_state(state["generator"])
+        if rank() < len(state["random"]):
+            random_state = state["random"][rank()]
+            torch.set_rng_state(random_state["CPU"])
+            if device.type == "cuda" and random_state["GPU"] is not None:
+                torch.cuda.set_rng_state(random_state["GPU"])
+        for trainer in trainers:
+            trainer.load_state_dict(state["trainers"][trainer.name])
+
+    steps = arguments.steps or len(images) // batch
+    done = len(trainers[0].losses)
+    with progress_bar(done, arguments.epochs * steps) as advance:
+        while epoch < arguments.epochs:
+            if not len(remaining):
+                remaining = torch.randperm(len(images), generator=generator)[: steps * batch]
+            picked, remaining = remaining[:batch].to(device), remaining[batch:]
+            for trainer in trainers:
+                trainer.step(images[picked], labels[picked])
+            done += 1
+            advance(f"epoch {epoch + 1}/{arguments.epochs}  {last_losses(trainers)}")
+            if not len(remaining):
+                epoch += 1
+                for trainer in trainers:  # The bare module needs no other rank.
+                    trainer.tests["accuracies"].append(accuracy(trainer.module, *test))
+            if path is not None and (done % arguments.checkpoint_every == 0 or epoch == arguments.epochs):
+                state = {"settings": settings, "batch": batch, "epoch": epoch, "remaining": remaining}
+                state |= {"generator": generator.get_state(), "random": random_states(device)}
+                state["trainers"] = {trainer.name: trainer.state_dict() for trainer in trainers}
+                if rank() == 0:
+                    save(state, path)
     if rank() == 0:
-        accuracies = [trainer.tests["accuracies"][-1] for trainer in training.trainers]
-        curves = functools.partial(draw_curves, trainers=training.trainers)
-        report(training.trainers, "test accuracy", accuracies, f"{training.batch} images", arguments, curves=curves)
+        accuracies = [trainer.tests["accuracies"][-1] for trainer in trainers]
+        report(trainers, "test accuracy", accuracies, f"{batch} images", arguments)
 
 
 if __name__ == "__main__":

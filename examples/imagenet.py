@@ -21,7 +21,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,125 +178,115 @@ def schedule(step: int, num_warm_up: float, num_steps: int) -> float:
     return (1 + math.cos(math.pi * (step - num_warm_up) / (num_steps - num_warm_up))) / 2
 
 
-class Training:
-    """Data, model, optimizer, and the results of each epoch."""
+def make_loaders(arguments: argparse.Namespace, device: torch.device) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Return the loaders of this rank's training and validation images."""
+    data, size = arguments.data, arguments.image_size
+    training = Images(data / "train", size, arguments.seed, arguments.smallest_crop)
+    validation = Images(data / "val", size)
+    if some := ", ".join(sorted(set(training.classes) ^ set(validation.classes))[:5]):
+        sys.exit(f"train and val in {data} must have the same classes; only one of them has {some}")
+    if len(training) < arguments.images_per_rank * world_size():
+        sys.exit(f"{data} has {len(training)} training images; lower --images-per-rank, or add some")
+    sampler = DistributedSampler(training, world_size(), rank(), seed=arguments.seed, drop_last=True)
+    # A DistributedSampler would pad the shares to equal sizes with images that count twice.
+    share = Subset(validation, range(rank(), len(validation), world_size()))
+    options = {"batch_size": arguments.images_per_rank, "num_workers": arguments.workers}
+    options["pin_memory"] = device.type == "cuda"
+    return DataLoader(training, sampler=sampler, drop_last=True, **options), DataLoader(share, **options)
 
-    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
-        self.arguments, self.device = arguments, device
-        data, size = arguments.data, arguments.image_size
-        self.images, validation = (
-            Images(data / "train", size, arguments.seed, arguments.smallest_crop),
-            Images(data / "val", size),
-        )
-        if some := ", ".join(sorted(set(self.images.classes) ^ set(validation.classes))[:5]):
-            sys.exit(f"train and val in {data} must have the same classes; only one of them has {some}")
-        self.batch = arguments.images_per_rank * world_size()
-        if len(self.images) < self.batch:
-            sys.exit(f"{data} has {len(self.images)} training images; lower --images-per-rank, or add some")
-        self.sampler = DistributedSampler(self.images, world_size(), rank(), seed=arguments.seed, drop_last=True)
-        options = {"batch_size": arguments.images_per_rank, "num_workers": arguments.workers}
-        options["pin_memory"] = device.type == "cuda"
-        self.loader = DataLoader(self.images, sampler=self.sampler, drop_last=True, **options)
-        # A DistributedSampler would pad the shares to equal sizes with images that count twice.
-        self.validation = DataLoader(Subset(validation, range(rank(), len(validation), world_size())), **options)
 
-        torch.manual_seed(arguments.seed)
-        torch.backends.cudnn.benchmark = True  # All batches have one size.
-        # For an existing model, call syncbn.convert_syncbn_model(model).
-        norm_layer = nn.BatchNorm2d if arguments.local_batch_norm else syncbn.SyncBatchNorm2d
-        self.memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
-        self.module = ResNet(len(self.images.classes), arguments.blocks, arguments.width, norm_layer)
-        self.module.to(device, memory_format=self.memory_format)
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.amp)
-        self.compiled = torch.compile(self.module) if arguments.compile else self.module
-        self.model = parallel(self.compiled)
-        decayed, others = (
-            [p for p in self.module.parameters() if (p.ndim > 1) == is_wide] for is_wide in (True, False)
-        )
-        groups = {"params": decayed, "weight_decay": arguments.weight_decay}, {"params": others}
-        self.optimizer = torch.optim.SGD(groups, momentum=arguments.momentum)
-        self.epochs: list[dict[str, float]] = []
-        sizes = {"--blocks": arguments.blocks, "--width": arguments.width, "classes": len(self.images.classes)}
-        self.settings = {name: str(value) for name, value in sizes.items()}  # A checkpoint must have the same.
-        if arguments.checkpoint is not None and (state := resume(arguments.checkpoint, self.settings)) is not None:
-            self.module.load_state_dict(state["model"])
-            groups = self.optimizer.state_dict()["param_groups"]  # the options of this command line
-            self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
-            self.epochs = state["epochs"]
+def batches(loader: DataLoader[Any], device: torch.device, channels_last: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield normalised images (N, 3, S, S) and labels (N,)."""
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (MEAN, STD))
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True, memory_format=memory_format)
+        yield (images / 255 - mean) / std, labels.to(device, non_blocking=True)
 
-    def batches(self, loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield normalised images (N, 3, S, S) and labels (N,)."""
-        mean, std = (torch.tensor(values, device=self.device).view(3, 1, 1) for values in (MEAN, STD))
-        for images, labels in loader:
-            images = images.to(self.device, non_blocking=True, memory_format=self.memory_format)
-            yield (images / 255 - mean) / std, labels.to(self.device, non_blocking=True)
 
-    def run(self) -> None:
-        num_epochs, num_steps = self.arguments.epochs, len(self.loader)
-        with progress_bar(len(self.epochs) * num_steps, num_epochs * num_steps) as advance:
-            while len(self.epochs) < num_epochs:
-                start = time.monotonic()
-                loss = self.train(advance)
-                speed = num_steps * self.batch / (time.monotonic() - start)
-                if not math.isfinite(loss):
-                    sys.exit(f"the loss of epoch {len(self.epochs) + 1} is {loss}; lower --learning-rate")
-                top_1, top_5 = self.evaluate()
-                self.epochs.append({"loss": loss, "top-1": top_1, "top-5": top_5, "images per second": speed})
-                if rank() == 0:
-                    accuracies = f"top-1 {top_1:.2%}, top-5 {top_5:.2%}"
-                    print(f"epoch {len(self.epochs)}/{num_epochs}: loss {loss:.4f}, {accuracies}, {speed:.0f} images/s")
-                    if self.arguments.checkpoint is not None:
-                        state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-                        state |= {"settings": self.settings, "epochs": self.epochs}
-                        launch.save(state, self.arguments.checkpoint)
-
-    def train(self, advance: Callable[[str], None]) -> float:
-        """Train for an epoch and return the mean loss over all ranks."""
-        epoch, num_epochs, num_steps = len(self.epochs), self.arguments.epochs, len(self.loader)
-        self.images.epoch = epoch  # The workers start again in each epoch, with a copy of the data set.
-        self.sampler.set_epoch(epoch)
-        self.model.train()
-        peak = self.arguments.learning_rate * self.batch / 256
-        losses, shown = torch.zeros(1, dtype=torch.float64, device=self.device), ""
-        for step, (images, labels) in enumerate(self.batches(self.loader), start=epoch * num_steps):
-            for group in self.optimizer.param_groups:
-                group["lr"] = peak * schedule(step, self.arguments.warm_up * num_steps, num_epochs * num_steps)
-            with self.autocast:
-                loss = F.cross_entropy(self.model(images), labels, label_smoothing=self.arguments.label_smoothing)
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            losses += loss.detach()
-            if step % SHOWN_EVERY == 0:
-                shown = f"loss {loss.item():.3f}"
-            advance(f"epoch {epoch + 1}/{num_epochs}  {shown}")
-        return sum_over_ranks(losses).item() / (num_steps * world_size())
-
-    @torch.no_grad()
-    def evaluate(self) -> tuple[float, float]:
-        """Return top-1 and top-5 over all validation images, each counted once."""
-        if self.arguments.local_batch_norm:
-            merge_running_stats(self.module)
-        self.model.eval()
-        counts = torch.zeros(3, dtype=torch.int64, device=self.device)  # right, right among five, images
-        for images, labels in self.batches(self.validation):
-            with self.autocast:
-                logits = self.compiled(images)  # Without DDP, because ranks may have different numbers of batches.
-            right = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)  # (N, 5)
-            counts += torch.stack((right[:, 0].sum(), right.sum(), torch.tensor(len(labels), device=self.device)))
-        top_1, top_5, num_images = sum_over_ranks(counts).tolist()
-        return top_1 / num_images, top_5 / num_images
+@torch.no_grad()
+def evaluate(model: nn.Module, validation: Iterable[tuple[Tensor, Tensor]], autocast: torch.autocast) -> list[float]:
+    """Return top-1 and top-5 over all validation images, each counted once. Call it without DDP, because ranks may have
+    different numbers of batches."""
+    counts = torch.zeros(3, dtype=torch.int64, device=next(model.parameters()).device)  # top-1, top-5, images
+    for images, labels in validation:
+        with autocast:
+            logits = model.eval()(images)
+        right = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)  # (N, 5)
+        counts += torch.stack((right[:, 0].sum(), right.sum(), torch.tensor(len(labels), device=counts.device)))
+    *right, num_images = sum_over_ranks(counts).tolist()
+    return [number / num_images for number in right]
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    training = Training(arguments, device)
-    training.run()
+    loader, validation = make_loaders(arguments, device)
+    batch, classes = arguments.images_per_rank * world_size(), loader.dataset.classes
+    torch.manual_seed(arguments.seed)
+    torch.backends.cudnn.benchmark = True  # All batches have one size.
+    # For an existing model, call syncbn.convert_syncbn_model(model).
+    norm_layer = nn.BatchNorm2d if arguments.local_batch_norm else syncbn.SyncBatchNorm2d
+    module = ResNet(len(classes), arguments.blocks, arguments.width, norm_layer).to(device)
+    if arguments.channels_last:
+        module.to(memory_format=torch.channels_last)
+    compiled = torch.compile(module) if arguments.compile else module
+    model = parallel(compiled)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.amp)
+    decayed, others = ([p for p in module.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    groups = {"params": decayed, "weight_decay": arguments.weight_decay}, {"params": others}
+    optimizer = torch.optim.SGD(groups, momentum=arguments.momentum)
+
+    sizes = {"--blocks": arguments.blocks, "--width": arguments.width, "classes": len(classes)}
+    settings = {name: str(value) for name, value in sizes.items()}  # A checkpoint must have the same settings.
+    epochs: list[dict[str, float]] = []  # results
+    if arguments.checkpoint is not None and (state := resume(arguments.checkpoint, settings)) is not None:
+        module.load_state_dict(state["model"])
+        groups = optimizer.state_dict()["param_groups"]  # the options of this command line
+        optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
+        epochs = state["epochs"]
+
+    num_epochs, num_steps = arguments.epochs, len(loader)
+    with progress_bar(len(epochs) * num_steps, num_epochs * num_steps) as advance:
+        for epoch in range(len(epochs), num_epochs):
+            start, shown = time.monotonic(), ""
+            loader.dataset.epoch = epoch  # The workers start again in each epoch, with a copy of the data set.
+            loader.sampler.set_epoch(epoch)
+            model.train()
+            losses = torch.zeros(1, dtype=torch.float64, device=device)
+            images_and_labels = batches(loader, device, arguments.channels_last)
+            for step, (images, labels) in enumerate(images_and_labels, start=epoch * num_steps):
+                factor = schedule(step, arguments.warm_up * num_steps, num_epochs * num_steps)
+                for group in optimizer.param_groups:
+                    group["lr"] = arguments.learning_rate * batch / 256 * factor
+                with autocast:
+                    loss = F.cross_entropy(model(images), labels, label_smoothing=arguments.label_smoothing)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses += loss.detach()
+                if step % SHOWN_EVERY == 0:
+                    shown = f"loss {loss.item():.3f}"
+                advance(f"epoch {epoch + 1}/{num_epochs}  {shown}")
+            mean_loss = sum_over_ranks(losses).item() / (num_steps * world_size())
+            speed = num_steps * batch / (time.monotonic() - start)
+            if not math.isfinite(mean_loss):
+                sys.exit(f"the loss of epoch {epoch + 1} is {mean_loss}; lower --learning-rate")
+            if arguments.local_batch_norm:
+                merge_running_stats(module)
+            top_1, top_5 = evaluate(compiled, batches(validation, device, arguments.channels_last), autocast)
+            epochs.append({"loss": mean_loss, "top-1": top_1, "top-5": top_5, "images per second": speed})
+            if rank() == 0:
+                accuracies = f"top-1 {top_1:.2%}, top-5 {top_5:.2%}"
+                print(f"epoch {epoch + 1}/{num_epochs}: loss {mean_loss:.4f}, {accuracies}, {speed:.0f} images/s")
+                if arguments.checkpoint is not None:
+                    state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+                    launch.save({"settings": settings, **state, "epochs": epochs}, arguments.checkpoint)
+
     if rank() == 0:
-        layers = syncbn.summary(training.compiled)
+        layers = syncbn.summary(compiled)
         sent = sum(layer.forward_bytes + layer.backward_bytes for layer in layers) / 1e6
         states = ", ".join(sorted({layer.last_step for layer in layers})) or "-"
         print(f"{len(layers)} synchronised layers, {sent:.2f} MB a step from each rank; last step: {states}")
-        launch.write(arguments, {"epochs": training.epochs})
+        launch.write(arguments, {"epochs": epochs})
 
 
 if __name__ == "__main__":

@@ -237,8 +237,7 @@ def sanitizer(part: Part) -> None:
     chosen = "-m", "triton", "-k", "torch.float32 and (forward or backward or two_steps)"
     job = part.pytest("tests/test_kernels.py", *chosen, prefix=prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     part.wait()
-    summaries = re.findall(".*ERROR SUMMARY.*", job.text())
-    part.own_results.append({"ok": bool(summaries) and "SUMMARY: 0 errors" in summaries[-1], "summaries": summaries})
+    part.own_results.append({"ok": "ERROR SUMMARY: 0 errors" in job.text()})
 
 
 PARTS: dict[str, tuple[Callable[[Part], None], float]] = {  # name -> function, limit in seconds

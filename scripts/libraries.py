@@ -256,11 +256,6 @@ def main() -> int:
     if unknown := {*libraries} - {*known}:
         raise SystemExit(f"libraries are {', '.join(known)}, got {', '.join(sorted(unknown))}")
     warnings.simplefilter("ignore")  # Layers that are not converted raise an error here.
-    try:
-        __import__("torchvision")
-    except RuntimeError:  # The build does not fit torch; importing it needs the names of two operators.
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
     dist.init_process_group("gloo")
     is_first, all_match, rows = dist.get_rank() == 0, True, []
     for library in libraries:
