@@ -88,8 +88,9 @@ def parallel(model: nn.Module) -> nn.Module:
     """Wrap the model in DistributedDataParallel if there are ranks, without a broadcast of the buffers in each forward.
 
     syncbn computes equal running statistics on all ranks, so the broadcast is not needed. Without it a rank whose peer
-    stalls waits in a syncbn layer, which reports both positions. Before torch 2.13 DDP then does not send the buffers
-    at its construction either: load a checkpoint on every rank, as `resume` does.
+    stalls waits in a syncbn layer, which reports both positions. (nn.BatchNorm then keeps each rank's own statistics.)
+    Before torch 2.13 DDP does not send the buffers at its construction either: load a checkpoint on every rank, as
+    `resume` does.
     """
     if not dist.is_initialized():
         return model

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Train models of other libraries on 2 ranks and on one process, with scripts/libraries.py, and write the figures to
+# Train models of other libraries on 2 ranks and on one process, with scripts/libraries.py, and print the table of
 # docs/works_with.md. Installs the newest versions of the libraries, and the torch of scripts/constraints.txt, in
-# runs/libraries: gigabytes. With names of libraries as arguments, tries these and writes nothing.
+# runs/libraries: gigabytes. Arguments: the names of some libraries.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 [[ -x runs/libraries/bin/pip ]] || python3 -m venv runs/libraries

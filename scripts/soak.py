@@ -13,7 +13,6 @@ import copy
 import gc
 import json
 import os
-import statistics
 import sys
 import time
 from datetime import timedelta
@@ -85,7 +84,7 @@ def measure() -> dict[str, float]:
         time.sleep(0.05)  # Threads of the destroyed group end.
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     numbers = {name: float(len(os.listdir(folder))) for name, folder in FOLDERS.items()}
-    return {"memory": pages * os.sysconf("SC_PAGE_SIZE"), **numbers}
+    return {"bytes": pages * os.sysconf("SC_PAGE_SIZE"), **numbers}
 
 
 def soak(store: dist.Store, rank: int, size: int, seconds: float) -> list[dict[str, float]]:
@@ -111,13 +110,10 @@ def soak(store: dist.Store, rank: int, size: int, seconds: float) -> list[dict[s
 def grows(rank: int, rounds: list[dict[str, float]]) -> bool:
     """Print the growth over the second half of the rounds. Return whether it is too large."""
     half = rounds[len(rounds) // 2 :]
-    seconds, memory = ([measured[name] for measured in half] for name in ("seconds", "memory"))
-    slope = statistics.linear_regression(seconds, memory).slope if len(half) > 1 else 0.0  # bytes/s
-    growth = {name: half[-1][name] - half[0][name] for name in FOLDERS}
-    numbers = ", ".join(f"{number:+.0f} {name}" for name, number in growth.items())
-    print(f"rank {rank}: {memory[-1] / 1e6:.0f} MB, growing by {3600 * slope / 1e6:.2f} MB an hour; {numbers}")
-    too_much = slope * (seconds[-1] - seconds[0]) > MAX_GROWTH * memory[0]
-    return max(growth.values()) > 0 or (too_much and len(rounds) >= WARM_UP_ROUNDS)
+    growth = {name: half[-1][name] - half[0][name] for name in half[0]}
+    print(f"rank {rank}:", ", ".join(f"{number:+.0f} {name}" for name, number in growth.items()))
+    memory_grows = growth["bytes"] > MAX_GROWTH * half[0]["bytes"] and len(rounds) >= WARM_UP_ROUNDS
+    return memory_grows or any(growth[name] > 0 for name in FOLDERS)
 
 
 def main() -> None:
