@@ -5,7 +5,7 @@
     local           the same with nn.BatchNorm2d: every rank normalises its slice alone
 
 With syncbn the loss curve equals that of one process, up to rounding. Local statistics of two images give another
-curve. Which way has the best test accuracy here depends on the seed; segmentation.py shows a job where it matters.
+curve. The seed decides which way has the best test accuracy here; segmentation.py is a job where it matters.
 
     python examples/digits.py                                          one process: all three are the same
     torchrun --standalone --nproc-per-node 2 examples/digits.py        two ranks: nccl when each has a GPU, else gloo

@@ -117,7 +117,7 @@ def save(state: object, path: Path) -> None:
 
 
 def load(path: Path) -> Any:
-    """Return the state that `save` wrote, or None if there is no file. Make the folder for the next `save`."""
+    """Return the state that `save` wrote, or None without a file. Make the folder for the next `save`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for file in path.parent.glob(f"{glob.escape(path.name)} unfinished by *"):  # left by a process that was killed
         file.unlink(missing_ok=True)
@@ -125,7 +125,7 @@ def load(path: Path) -> Any:
 
 
 def resume(path: Path, settings: dict[str, str]) -> Any:
-    """Load a checkpoint on rank 0 and return it on every rank, or None if there is no file.
+    """Load a checkpoint on rank 0 and return it on every rank, or None without a file.
 
     **Exits** on every rank if the file is not a checkpoint, or if its "settings" differ.
     """

@@ -3,7 +3,7 @@
     python examples/local_noise.py                    10 seconds
 
 Trains a small residual network on digits for some steps, with nn.BatchNorm2d. Then `measure` cuts batches into one
-slice for each rank. The first table gives the noise of each layer with 2 images per rank. The second table gives the
+slice for each rank. Then prints a table of the noise of each layer with 2 images per rank, and a table of the
 number of layers that gain from synchronisation, for 1 to 64 images per rank. "sorted" batches are in the order of their
 classes, so that each rank has different classes.
 

@@ -16,7 +16,7 @@ import syncbn
 def recompute_running_stats(model: nn.Module, loader: DataLoader, empty: Tensor) -> None:
     """Replace the running statistics by the mean and the unbiased variance of the data of all ranks.
 
-    Each batch of the loader begins with the model's input. `empty` is an input without samples, on the model's device,
+    The loader's batches begin with the model's input. `empty` is an input without samples, on the model's device,
     for ranks that have fewer batches than others.
     """
     copied = syncbn.convert_syncbn_model(copy.deepcopy(model)).eval()  # without dropout

@@ -8,7 +8,7 @@ Each scene has its own brightness. If a rank has one image, local statistics rem
 easier. But evaluation uses running statistics, which keep it, so the model misses dark scenes. Statistics of all ranks
 are closer to the running statistics. The digits of the test scenes are held out.
 
-A run has one seed. It also prints the committed results of several seeds, from evidence/segmentation_seeds.py.
+A run has one seed. The job also prints the committed results of several seeds, from evidence/segmentation_seeds.py.
 
     python examples/segmentation.py                                          one process: all three are the same
     torchrun --standalone --nproc-per-node 2 examples/segmentation.py        two ranks

@@ -66,7 +66,7 @@ def runs(arguments: argparse.Namespace, *axes: Iterable[Any]) -> Iterator[tuple[
 
 
 def shuffled_batches(indices: Tensor, batch: int, epochs: int, seed: int) -> list[Tensor]:
-    """Return full batches of the indices, shuffled in each epoch. **Exits** if there is no full batch."""
+    """Return full batches of the indices, shuffled in each epoch. **Exits** without a full batch."""
     if len(indices) < batch:
         sys.exit(f"a batch of {batch} is more than all {len(indices)} that there are to train with")
     generator = torch.Generator().manual_seed(seed)

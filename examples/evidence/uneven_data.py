@@ -4,8 +4,8 @@
     drop                   an epoch is as long as the shortest share; the rest of the other shares is dropped
     drop, as many steps    the same with more epochs, so that there are as many steps as with empty batches
 
-Rank 0 has 50, 75 or 90 % of the images; the others share the rest. Each epoch shuffles the share of each rank, so each
-epoch drops other images. The optimizer is SGD without momentum.
+Rank 0 has 50, 75 or 90 % of the images; the others share the rest. Every epoch shuffles the share of each rank,
+so other images are dropped. The optimizer is SGD without momentum.
 
     torchrun --standalone --nproc-per-node 2 examples/evidence/uneven_data.py          minutes on two cores
     torchrun --standalone --nproc-per-node 2 examples/evidence/uneven_data.py --seeds 1 --epochs 2 --shares 90
