@@ -3,9 +3,9 @@
     python examples/local_noise.py                    10 seconds
 
 Trains a small residual network on digits for some steps, with nn.BatchNorm2d. Then `measure` cuts batches into one
-slice for each rank. Then prints a table of the noise of each layer with 2 images per rank, and a table of the
-number of layers that gain from synchronisation, for 1 to 64 images per rank. "sorted" batches are in the order of their
-classes, so that each rank has different classes.
+slice for each rank. Prints a table of the noise of each layer with 2 images per rank, and a table of the number of
+layers that gain from synchronisation with 1 to 64 images per rank. "sorted" batches are in the order of their classes,
+so that each rank has different classes.
 
 To measure your own model copy `LayerNoise` and `measure`, which need nothing else from this file.
 """
