@@ -1,7 +1,7 @@
 """Holds and checks the arguments of a batch norm: the options of a layer and the tensors of a call.
 
 A check raises a ValueError or TypeError that gives the values and the remedy. No tensor is changed before all checks
-have passed. The callers raise the error on all ranks, see `raise_on_all_ranks`.
+have passed. The callers raise the error on all ranks, see bad_argument.py.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn.kernels.select import reason_forced
 from syncbn.ranks.groups import GroupSpec
 from syncbn.statistics import supports_float64
-from syncbn.texts import ONE_VALUE_PER_CHANNEL, shorten
+from syncbn.texts import shorten
 from syncbn.torch_internals import (
     PLAIN_CLASSES,
     is_compiling,
@@ -67,6 +67,10 @@ class Tensors(NamedTuple):
         """Return whether the call has a mask, which may have been applied already."""
         return self.mask is not None or self.num_values is not None
 
+    def differentiable(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return the tensors that may get gradients, in the order of kernels: x, weight, bias, residual."""
+        return self.input, self.weight, self.bias, self.z
+
     def without_running_stats(self) -> Self:
         """Return the tensors without running statistics and counter."""
         return self._replace(running_mean=None, running_var=None, counter=None)
@@ -83,7 +87,7 @@ class Options:
     num_channels: int | None = None  # num_features of a layer: the expected C if there are no per-channel tensors.
     check_input_dim: DimCheck = NO_DIM_CHECK
     process_group: GroupSpec = None
-    # The options on which kernels depend. None if an option has an unusual type: calls then take the fallback.
+    # The options on which kernels depend. None if an option has an unusual type: no kernels are cached.
     cache_key: tuple[object, ...] | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,6 +97,7 @@ class Options:
         key = momentum, self.eps, self.relu, self.channel_dim, self.num_channels, self.check_input_dim
         classes = type(self.momentum) in PLAIN_MOMENTUM_TYPES, *map(type, key[1:4])
         is_plain = not is_compiling() and classes == (True, float, bool, int)
+        is_plain = is_plain and type(self.num_channels) in (int, NoneType)
         object.__setattr__(self, "cache_key", key if is_plain and self.check_input_dim in TORCH_DIM_CHECKS else None)
 
     def with_float_numbers(self, tensors: Tensors) -> Self:
@@ -131,6 +136,15 @@ def check_training(tensors: Tensors, options: Options, layer: object) -> Options
         check_writable("num_batches_tracked", tensors.counter)
     check_saved(tensors)
     return options.with_float_numbers(tensors)
+
+
+def check_masked(tensors: Tensors, options: Options) -> None:
+    """Check what a mask needs, for plain tensors. The kernels that are cached for the masked input do not depend on the
+    mask, so they are no proof that the mask is valid."""
+    check_input(tensors.input, options.channel_dim)
+    check_mask(tensors.mask, tensors.input, options.channel_dim)
+    check_saved(tensors)
+    require_storage([tensor for tensor in tensors if tensor is not None])
 
 
 def check(tensors: Tensors, options: Options, layer: object) -> None:
@@ -269,24 +283,6 @@ def check_writable(name: str, buffer: Tensor | None) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"{name} cannot be updated in place, as {reason}; replace it by {name}.clone()")
-
-
-def require_two_values(num_values: Tensor | float, x: Tensor) -> None:
-    """**Raises** F.batch_norm's ValueError if there is only one value per channel over all ranks of the group.
-
-    `num_values` is a number if the shape of x determines it (on one rank without a mask), otherwise a tensor of shape
-    (). A tensor on a GPU is not checked, because the host would have to wait for the GPU; with several ranks a later
-    call raises, see ranks/status.py. A tensor in a compiled graph is not checked, because reading it would break the
-    graph. A FakeTensor or a tensor of torch.func is not checked, because it cannot be read.
-    """
-    if isinstance(num_values, Tensor):
-        if is_compiling() or not num_values.is_cpu or type(num_values) is not Tensor or is_wrapped(num_values):
-            return
-        num_values = num_values.item()
-    if num_values == 1:
-        raise ValueError(
-            f"{ONE_VALUE_PER_CHANNEL} (input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
-        )
 
 
 def require_float64(x: Tensor) -> None:

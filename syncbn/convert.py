@@ -24,15 +24,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
-from syncbn import inputs, unconverted
+from syncbn import tracing, unconverted
 from syncbn.arguments import PER_CHANNEL_NAMES, Options, Tensors, check
-from syncbn.fallback import plain_batch_norm
 from syncbn.layer import UNKNOWN_NUM_RANKS, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, to_torch
 from syncbn.ranks.reduction import make_groups
 from syncbn.ranks.sites import layer_in_forward
 from syncbn.step import train
 from syncbn.texts import escape_surrogates, warn, warn_once
+from syncbn.torch_batch_norm import plain_batch_norm
 from syncbn.torch_internals import OPERATORS, constant_in_graphs, have_same_base, is_compiling
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -267,7 +267,7 @@ class _SyncSubclassWithForward(_SyncSubclass):
         # torch.fx may pass one Proxy as all arguments of the traced module.
         first = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
         if isinstance(first, Proxy):
-            return inputs.create_leaf(self, first.tracer, args, kwargs)
+            return tracing.create_leaf(self, first.tracer, args, kwargs)
         self._current_options()  # If an option has changed, this resets the call site and with it the signature.
         replaced = ReplaceBatchNormMode(self)
         if not self.training or is_compiling():

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import fallback
 from syncbn.arguments import (
     Options,
     Tensors,
@@ -15,16 +14,22 @@ from syncbn.arguments import (
     check_storage,
     require_float64,
 )
-from syncbn.inputs import apply_mask, make_dense
+from syncbn.bad_argument import check_on_all_ranks, raise_on_all_ranks
+from syncbn.dispatched import apply_function, dispatched_back_end
+from syncbn.evaluate import evaluate
+from syncbn.inputs import apply_mask, make_dense, unwrap
 from syncbn.kernel_cache import forward_config
-from syncbn.kernels.interface import TRAILER_ELEMENTS, ForwardConfig, Layout
+from syncbn.kernels.interface import TRAILER_ELEMENTS, ForwardConfig
+from syncbn.kernels.layout import Layout
+from syncbn.kernels.payload import with_num_values
 from syncbn.kernels.reference import subtract_mean
 from syncbn.kernels.select import reason_forced
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
 from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, select_reduction
 from syncbn.ranks.sites import FunctionCaller
 from syncbn.statistics import compute_dtype, pack
-from syncbn.step import train
+from syncbn.second_derivatives import sum_over_ranks
+from syncbn.step import StaticArguments, gradients, train
 from syncbn.torch_internals import is_compiling, keeps_graph, profiler_range
 
 _SYNC_BATCH_NORM = FunctionCaller("sync_batch_norm")
@@ -110,7 +115,7 @@ def sync_batch_norm(
         return train(tensors, options, _SYNC_BATCH_NORM)[0]
     if running_mean is None and running_var is None:  # `evaluate` refuses one of the two without the other.
         raise ValueError("running_mean must be defined in evaluation mode; or pass training=True")
-    return fallback.evaluate(tensors, options)
+    return evaluate(tensors, options)
 
 
 def batch_norm_backward(
@@ -172,7 +177,7 @@ def batch_norm_backward(
         reason_forced()  # checks the environment variables
     except Exception as error:  # The code of a Tensor subclass may raise any exception.
         tensors = Tensors(input, weight=weight, running_mean=mean, running_var=invstd)
-        fallback.raise_on_all_ranks(error, tensors, Options(channel_dim=channel_dim), reduction, "backward")
+        raise_on_all_ranks(error, tensors, Options(channel_dim=channel_dim), reduction, "backward")
 
     with torch.no_grad(), reduction.recording_errors():
         layout = Layout.of(input, channel_dim)
@@ -185,7 +190,7 @@ def batch_norm_backward(
         config = ForwardConfig(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
         needed = needs_input and training, needs_weight, needs_bias, False
         dy, saved = grad_output.to(input.dtype), (input, weight, statistics, None)
-        grad_input, grad_weight, grad_bias, _ = fallback.gradients(config, dy, saved, needed, reduction, num_values)
+        grad_input, grad_weight, grad_bias, _ = gradients(config, dy, saved, needed, reduction, num_values)
         if needs_input and not training:
             scale = (invstd * weight.double()).to(compute_dtype(input.dtype))[:, None]
             grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)
@@ -227,12 +232,13 @@ def sync_batch_stats(
     (tensor([ 2., 20.]), tensor([  1., 100.]), tensor(2))
     """
     options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
-    tensors, options, reduction, _ = fallback.prepare(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
-    require_float64(tensors.input)  # On one rank without a mask, `prepare` does not check this.
+    tensors, options, _ = unwrap(Tensors(input, mask=mask), options)
+    reduction = select_reduction(options.process_group, _SYNC_BATCH_STATS, tensors.input)
+    options = check_on_all_ranks(tensors, options, _SYNC_BATCH_STATS, reduction, needs_float64=True)
     with profiler_range("syncbn.forward"), reduction.recording_errors():
         tensors = make_dense(apply_mask(tensors, channel_dim)[0], options)
         x = tensors.input
-        (sums,) = fallback.apply_function(_Sums, (forward_config(tensors, options), reduction), x, tensors.num_values)
+        (sums,) = apply_function(_Sums, (forward_config(tensors, options), reduction), x, tensors.num_values)
     record_ranks(_SYNC_BATCH_STATS, reduction)
     count = sums[-TRAILER_ELEMENTS].detach()
     mean, mean_square = (sums[:-TRAILER_ELEMENTS] / count.clamp(min=1)).chunk(2)
@@ -245,16 +251,16 @@ def sync_batch_stats(
 class _Sums(torch.autograd.Function):
     """Sum over all ranks: ((config, reduction), x, num_values) -> float64 (2C + 4,), sum x, sum x^2 and the trailer.
 
-    The arguments are those of fallback.SyncBatchNormFunction. x and the sums are saved for backward. Forward and
+    The arguments are those of step._TracedStep. x and the sums are saved for backward. Forward and
     backward issue one all_reduce each. The gradient is d(sum x) + 2 x d(sum x^2), with x computed as
     center + (x - center). The constant center changes neither the gradient nor its derivatives.
     """
 
     @staticmethod
-    def forward(static: fallback.StaticArguments, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
+    def forward(static: StaticArguments, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
         config, reduction = static
-        sums = fallback.select_back_end(config, x).Forward(config).forward_sums(x)
-        return (fallback.sum_over_ranks(sums, reduction, "forward", num_values),)
+        sums = dispatched_back_end(config, x).Forward(config).forward_sums(x)
+        return (sum_over_ranks(with_num_values(sums, num_values), reduction, "forward"),)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:
@@ -267,7 +273,7 @@ class _Sums(torch.autograd.Function):
         with profiler_range("syncbn.backward"), ctx.reduction.recording_errors():
             x, sums = ctx.saved_tensors
             center = sums.detach()[:num_channels] / sums[-TRAILER_ELEMENTS].detach().clamp(min=1)
-            total = fallback.sum_over_ranks(grad_sums, ctx.reduction, "backward")
+            total = sum_over_ranks(grad_sums, ctx.reduction, "backward")
             grad_sum, grad_square = total[:-TRAILER_ELEMENTS].chunk(2)
             at_center, slope = grad_sum + 2 * grad_square * center, 2 * grad_square
             if torch.is_grad_enabled():
@@ -280,5 +286,5 @@ class _Sums(torch.autograd.Function):
             config = ctx.config._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
             x = config.layout.dense(x.to(config.dtype))  # saved_tensors_hooks may have changed x.
             sums = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_ELEMENTS)))
-            kernels = fallback.select_back_end(config, x, slope).Forward(config)
+            kernels = dispatched_back_end(config, x, slope).Forward(config)
             return None, kernels.forward_outputs((x, slope, at_center, None), sums)[0], None

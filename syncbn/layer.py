@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import inputs
+from syncbn import tracing
 from syncbn.arguments import TORCH_DIM_CHECKS, DimCheck, Options, Tensors, to_float, validated_eps
-from syncbn.fallback import evaluate, prepare, raise_on_all_ranks
+from syncbn.bad_argument import raise_on_all_ranks
+from syncbn.evaluate import evaluate
 from syncbn.ranks import groups
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
-from syncbn.ranks.reduction import make_groups
+from syncbn.ranks.reduction import eager_reduction, make_groups
 from syncbn.ranks.sites import Site
 from syncbn.statistics import from_sums, to_sums, update_buffers
 from syncbn.step import train
@@ -151,7 +152,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         if type(input) not in PLAIN_CLASSES and isinstance(input, Proxy):
             options = {name: tensor for name, tensor in (("z", z), ("mask", mask)) if tensor is not None}
-            return inputs.create_leaf(self, input.tracer, (input,), options)
+            return tracing.create_leaf(self, input.tracer, (input,), options)
         running_mean, running_var, counter = self.running_mean, self.running_var, None
         if self.training:
             counter = self.num_batches_tracked
@@ -192,7 +193,7 @@ class SyncBatchNorm(_BatchNorm):
         vars(replica)["_process_group"] = groups.THIS_RANK_ALONE
         return replica
 
-    __prepare_scriptable__ = inputs.refuse_script  # torch.jit.script calls this method first.
+    __prepare_scriptable__ = tracing.refuse_script  # torch.jit.script calls this method first.
 
     def extra_repr(self) -> str:
         """Return the text of nn.BatchNorm, and the other arguments that differ from their defaults."""
@@ -310,7 +311,7 @@ class _Pool:
                 "forward() passes running statistics to F.batch_norm that are not the layer's, but "
                 "accumulate_running_stats updates only the layer's; pass self.running_mean and self.running_var"
             )
-            tensors, options, reduction, _ = prepare(tensors, options, layer)
+            reduction = eager_reduction(options.process_group, layer, tensors.input)
             raise_on_all_ranks(error, tensors, options, reduction, "forward")
         y, statistics = train(tensors.without_running_stats(), options, layer)
         if current_backward() == -1:

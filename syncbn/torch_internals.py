@@ -78,6 +78,12 @@ def is_eager(x: object = None) -> bool:
     )
 
 
+def is_traced() -> bool:
+    """Return whether a compiler, a transform of torch.func, forward mode or torch.jit.trace is active: an autograd
+    Function must then contain all operations."""
+    return is_compiling() or inside_functorch() or forward_mode_level() >= 0 or is_jit_tracing()
+
+
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
 
 

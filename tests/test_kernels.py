@@ -18,11 +18,12 @@ from equal_to_torch import forget_kernels
 from jobs import run, run_text
 from oracle import HARD_INPUTS, full_batch, hard_case, relative_error
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
 from syncbn.kernels import cpu, interface, reference, select
-from syncbn.kernels.interface import TRAILER_ELEMENTS, BackwardConfig, ForwardConfig, Layout, StatusWords
+from syncbn.kernels.interface import TRAILER_ELEMENTS, BackwardConfig, ForwardConfig, ReluMask, StatusWords
+from syncbn.kernels.layout import Layout
+from syncbn.kernels.payload import signature_of_call
 from syncbn.statistics import from_sums, unpack, update_buffers
 
 ALL_OPTIONS = [
@@ -65,11 +66,6 @@ all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 def on_cpu(kernels: ModuleType) -> bool:
     return "gpu" not in kernels.__name__
-
-
-def serves_fast_path(kernels: ModuleType) -> bool:
-    """Whether the calls take and return more than those of the fallback."""
-    return kernels.__name__.endswith(("cpu", "gpu"))
 
 
 def with_options(name: str, options: list[object]) -> pytest.MarkDecorator:
@@ -122,7 +118,7 @@ def backward(
     ranks; and of the residual if it is needed. `saved` are x, weight, the statistics and y."""
     x, weight, _, y = saved
     dtypes = getattr(weight, "dtype", None), torch.float64, torch.bfloat16
-    masks = relu and y is None, relu and y is not None
+    masks = [(ReluMask.FROM_X if y is None else ReluMask.FROM_Y) if relu else ReluMask.NONE]
     config = BackwardConfig(Layout.of(x, 1), x.dtype, x.device, *masks, *dtypes, needs_x=True, needs_residual=residual)
     calls = kernels.Backward(config)
     sums, *of_parameters = calls.backward_sums(dy, saved)
@@ -275,7 +271,7 @@ def test_squares_of_16_bits_lose_nothing(
 
 @pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000), (40, 5000, 1)], ids=str)
 def test_results_do_not_depend_on_the_number_of_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
-    if kernels in (reference, reference.Chunked):
+    if kernels is reference:
         pytest.skip("torch's sums depend on the number of threads")
     if truncates(kernels) and math.prod(sizes) > 100_000:
         pytest.skip("the interpreter takes long")
@@ -361,14 +357,11 @@ def test_statistics_of_awkward_sums(kernels: ModuleType) -> None:
 def update(kernels: ModuleType, sums: Tensor, mean: Tensor, var: Tensor, *counters: Tensor, momentum: Any) -> None:
     """Updates the running statistics by a batch of these sums, and counts it."""
     x = torch.empty(0, len(sums) // 2, 1)
-    if not serves_fast_path(kernels):  # what the fallback does
-        return update_buffers(mean, var, *(*counters, None)[:1], forward(kernels, x, sums)[2], momentum)
     config = forward_config(
         x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None
     )
     buffers, total = (mean, var, *counters, None)[:3], with_trailer(sums, x.shape[1])
     kernels.Forward(config).forward_outputs((x, None, None, None), total, buffers, momentum)
-    return None
 
 
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
@@ -422,22 +415,21 @@ def test_kernels_for_a_single_rank(kernels: ModuleType, sizes: tuple[int, int, i
     weight, bias, results = torch.rand(3), torch.rand(3), []
     dtypes = {"weight_dtype": weight.dtype, "grad_weight_dtype": weight.dtype, "grad_bias_dtype": bias.dtype}
     of_several_ranks = kernels.Forward(forward_config(x, relu=relu, weight_dtype=weight.dtype, bias_dtype=bias.dtype))
-    for calls in (of_several_ranks, of_several_ranks.for_single_rank):
+    for calls in (of_several_ranks, of_several_ranks.for_single_rank or of_several_ranks):
         y, statistics, _ = calls.forward_outputs((x, weight, bias, None), calls.forward_sums(x).clone())
         saved = x, weight, statistics, None
-        config = backward_config(x, masks_by_x=relu, needs_x=True, single_rank=calls.config.single_rank, **dtypes)
+        config = backward_config(x, relu_mask=ReluMask.FROM_X if relu else ReluMask.NONE, needs_x=True, single_rank=calls.config.single_rank, **dtypes)
         calls = kernels.Backward(config)
         sums, *of_parameters = calls.backward_sums(dy, saved)
         results.append([y, statistics, *of_parameters, calls.backward_outputs(dy, saved, sums.clone())[0]])
     assert all(map(torch.equal, *results))
 
 
-@only_fast_path
 @pytest.mark.parametrize("sizes", [(4, 3, 5), (600, 3, 40)], ids=str)  # on a GPU one part, and several
 def test_sums_end_in_a_signature(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
-    """After n in forward and 0 in backward. In the fallback the reduction signs."""
+    """After n in forward and 0 in backward."""
     dy, x = draw(2, sizes, torch.float32)
-    statistics, s, num_values = torch.ones(10, dtype=torch.float64), 2**26 - 3, sizes[0] * sizes[2]
+    statistics, s, num_values = torch.ones(13, dtype=torch.float64), 2**26 - 3, sizes[0] * sizes[2]
     forward, backward = kernels.Forward(forward_config(x)), kernels.Backward(backward_config(x))
     saved = x, None, statistics, None
     for signature in (s, interface.UNSIGNED):
@@ -446,7 +438,6 @@ def test_sums_end_in_a_signature(kernels: ModuleType, sizes: tuple[int, int, int
         assert backward.backward_sums(dy, saved, signature)[0][6:].tolist() == [0, *sent]
 
 
-@only_fast_path
 @pytest.mark.parametrize("channels", [1, 520])  # of one program and of several; 1,040 sums are mixed in two turns
 def test_the_signature_of_a_backward_tells_calls_apart(kernels: ModuleType, channels: int) -> None:
     """It differs with each sum of the forward, but not with the bits of NaN, and is in the range of a signature."""
@@ -458,7 +449,7 @@ def test_the_signature_of_a_backward_tells_calls_apart(kernels: ModuleType, chan
         total = torch.cat((sums, torch.randn(TRAILER_ELEMENTS)))  # which does not count
         sent = backward.backward_sums(dy, saved, s, total)[0][-interface.SIGNATURE_ELEMENTS :].tolist()
         assert sent == [s != 0, sent[1], sent[1] ** 2]
-        assert s == 0 or sent[1] == reference.signature_of_call(s, total).item()
+        assert s == 0 or sent[1] == signature_of_call(s, total).item()
         return sent[1]
 
     sums = torch.randn(2 * channels, dtype=torch.float64)
@@ -803,28 +794,3 @@ def test_registers_are_limited_where_triton_can(monkeypatch: pytest.MonkeyPatch)
         forward, backward = gpu.Forward(ForwardConfig(*of_both)), gpu.Backward(BackwardConfig(*of_both))
         for launch in (forward.partial_sums, forward.normalize, backward.partial_sums, backward.input_gradient):
             assert ("maxnreg" in launch.options) == (version is None)
-
-
-class LargestTensor(TorchDispatchMode):
-    num_bytes = 0  # of the largest result of an operator
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.num_bytes = max(self.num_bytes, result.nbytes)
-        return result
-
-
-def test_parts_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference itself makes float64 copies of the whole tensor."""
-    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 2**12)
-    for x in (
-        torch.randn(40, 8, 16, 16),  # parts of several samples
-        torch.randn(1, 8, 160, 128),  # parts of a sample
-        torch.randn(20480, 8),  # parts of rows
-        torch.randn(1, 8, 160, 128).contiguous(memory_format=torch.channels_last),
-    ):
-        for kernels, share in ((reference.Chunked, 1), (reference, 2)):  # 1: the outputs
-            with LargestTensor() as largest:
-                all_results(kernels, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
-            assert largest.num_bytes == share * x.nbytes

@@ -19,7 +19,7 @@ import torch
 from benchmarks.measuring import Case, cases, draw, in_turn, session, time_stages
 
 from syncbn.kernels import reference
-from syncbn.kernels.interface import TRAILER_ELEMENTS, BackwardConfig, ForwardConfig, Layout
+from syncbn.kernels.interface import TRAILER_ELEMENTS, BackwardConfig, ForwardConfig, Layout, ReluMask
 from syncbn.kernels.select import fast_path_back_end
 
 EPS = 1e-5
@@ -52,7 +52,7 @@ def calls_of(back_end: Any, case: Case, device: torch.device) -> dict[str, tuple
         saved = x, weight, packed, residual
         forward = back_end.Forward(ForwardConfig(*of_both, EPS, fused, fused, dtype, dtype))
         backward = back_end.Backward(
-            BackwardConfig(*of_both, False, fused, dtype, dtype, dtype, needs_x=True, needs_residual=fused)
+            BackwardConfig(*of_both, ReluMask.FROM_Y if fused else ReluMask.NONE, dtype, dtype, dtype, needs_x=True, needs_residual=fused)
         )
         if not fused:
             calls["forward_sums"] = partial(forward.forward_sums, x), 1

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Saved, StatusWords
-from syncbn.statistics import num_statistics
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, ReluMask, Saved, StatusWords
 from syncbn.torch_internals import increment_version
 
 FILE = Path(__file__).with_name("_cpu.so")
@@ -31,7 +30,6 @@ _pack_sums = struct.Struct("9Pq").pack
 _pack_backward_outputs = struct.Struct("8P").pack
 # The last fields of struct Kind in cpu.cpp.
 DTYPES = "dtype", "weight_dtype", "bias_dtype", "mean_dtype", "var_dtype", "grad_weight_dtype", "grad_bias_dtype"
-FLAGS = "relu", "averages", "masks_by_y", "masks_by_x"
 
 FUNCTIONS = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs", "scratch"
 _library = SimpleNamespace()  # the C functions with these names, set by load()
@@ -71,8 +69,9 @@ def _reason_missing() -> str:
 def _c_struct(config: interface.ForwardConfig | interface.BackwardConfig) -> bytes:
     """Return the config as struct Kind of cpu.cpp. Fields that only the other pass has get defaults."""
     dtypes = [DTYPE_CODES[getattr(config, name, None)] for name in DTYPES]
-    flags = [getattr(config, name, False) for name in FLAGS]
-    return _pack_config(*config.layout.sizes, getattr(config, "eps", 0.0), *dtypes, *flags)
+    flags = [getattr(config, name, False) for name in ("relu", "averages")]
+    masks = [config.relu_mask is mask for mask in (ReluMask.FROM_Y, ReluMask.FROM_X)]
+    return _pack_config(*config.layout.sizes, getattr(config, "eps", 0.0), *dtypes, *flags, *masks)
 
 
 class Forward(interface.ForwardKernels):
@@ -82,7 +81,7 @@ class Forward(interface.ForwardKernels):
         super().__init__(config)
         self.c_struct, num_channels = _c_struct(config), config.layout.sizes[1]
         self.num_sums = 2 * num_channels + interface.TRAILER_ELEMENTS
-        self.num_statistics = num_statistics(num_channels, config.masks_by_x)
+        self.num_statistics = interface.num_statistics(num_channels, config.relu_mask)
         self.scratch_bytes: int = _library.scratch(self.c_struct)
 
     def forward_sums(self, x: Tensor, signature: int = UNSIGNED, status_words: StatusWords | None = None) -> Tensor:

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from syncbn.kernels import gpu_channels, gpu_tiles, interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Layout, Saved, StatusWords
-from syncbn.statistics import compute_dtype, num_statistics
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, ReluMask, Saved, StatusWords
+from syncbn.kernels.layout import Layout
+from syncbn.statistics import compute_dtype
 from syncbn.torch_internals import increment_version
 
 # Values that a thread loads at once. With 8 values of 16 bits the sums of a thread would not fit in its registers.
@@ -168,11 +169,12 @@ class Forward(interface.ForwardKernels):
         counter = torch.int64 if config.has_counter else None
         buffer_dtypes = config.mean_dtype, config.var_dtype, counter, counter if config.averages else None
         dtypes: Dtypes = DOUBLE, config.weight_dtype, config.bias_dtype, *buffer_dtypes, DOUBLE, self.compute_dtype
-        scalars = self.num_parts if config.single_rank else 1, int(config.masks_by_x), float(config.eps)
+        masks_by_x = config.relu_mask is ReluMask.FROM_X
+        scalars = self.num_parts if config.single_rank else 1, int(masks_by_x), float(config.eps)
         self.forward_channels = launch(gpu_channels.forward_channels, dtypes, *scalars)
         dtypes = dtype, dtype if config.has_residual else None, dtype, self.compute_dtype
         self.normalize = launches.tile_launch(gpu_tiles.normalize, dtypes, config.relu)
-        self.num_statistics = num_statistics(self.channels, config.masks_by_x)
+        self.num_statistics = interface.num_statistics(self.channels, config.relu_mask)
 
     def forward_sums(self, x: Tensor, signature: int = UNSIGNED, status_words: StatusWords | None = None) -> Tensor:
         partials = x.new_empty(2 * self.channels * self.num_parts + interface.TRAILER_ELEMENTS, dtype=DOUBLE)
@@ -210,9 +212,10 @@ class Backward(interface.BackwardKernels):
         super().__init__(config)
         self.channels, launches = config.layout.sizes[1], _Launches(config.layout, config.dtype, config.device)
         self.compute_dtype = compute_dtype(config.dtype)  # dtype of the coefficients
-        dtype, y, masks_by_x = config.dtype, config.dtype if config.masks_by_y else None, int(config.masks_by_x)
+        dtype, masks_by_x = config.dtype, int(config.relu_mask is ReluMask.FROM_X)
+        y = dtype if config.relu_mask is ReluMask.FROM_Y else None
         sum_dtypes = dtype, dtype, y, DOUBLE, DOUBLE
-        self.partial_sums = launches.tile_launch(gpu_tiles.partial_sums, sum_dtypes, config.masks_by_x)
+        self.partial_sums = launches.tile_launch(gpu_tiles.partial_sums, sum_dtypes, bool(masks_by_x))
         self.num_parts = num_parts = self.partial_sums.grid[1]
         launch, kernels, constants = launches.channel_launch, gpu_channels, (launches.tiles.compute,)
         grads = config.grad_weight_dtype, config.grad_bias_dtype
@@ -224,7 +227,7 @@ class Backward(interface.BackwardKernels):
         single_rank = kernels.backward_channels_single_rank
         self.backward_channels_single_rank = launch(single_rank, dtypes, num_parts, masks_by_x, constants=constants)
         dtypes = dtype, dtype, y, dtype, dtype if config.needs_residual else None, self.compute_dtype
-        self.input_gradient = launches.tile_launch(gpu_tiles.input_gradient, dtypes, config.masks_by_x)
+        self.input_gradient = launches.tile_launch(gpu_tiles.input_gradient, dtypes, bool(masks_by_x))
 
     def backward_sums(
         self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None

@@ -11,7 +11,6 @@ layer may be a group that does not contain this rank; training the layer then ra
 ALL ranks of the default group must call it, in the same order. No other function here communicates.
 """
 
-import functools
 import os
 from typing import Self, TypeAlias
 from weakref import WeakKeyDictionary
@@ -189,9 +188,13 @@ def make(size: int, default_group: dist.ProcessGroup) -> None:
     _groups_by_size.setdefault(default_group, {})[size] = group
 
 
-@functools.cache
+missing_group_is_known = False  # not functools.cache, of which Dynamo warns in the frames after a graph break
+
+
 def warn_of_missing_group() -> None:
     """Warn, in the first call without a process group, if the environment or nn.DataParallel suggests several ranks."""
+    global missing_group_is_known
+    missing_group_is_known = True
     world_size = os.environ.get("WORLD_SIZE") or "1"
     if world_size != "1":
         why = f"WORLD_SIZE is {world_size} but torch.distributed has no process group"

@@ -1,7 +1,7 @@
 """Sums payloads over the ranks of a call, with one all_reduce in each pass.
 
 A `Reduction` is selected once for each call: `OneRank`, `EagerReduction` for a group in eager mode, or `GraphReduction`
-for a group in a compiled graph. fallback.py wraps `sign_and_all_reduce` in a Function with derivatives.
+for a group in a compiled graph.
 
 W ranks; C channels; n_r values per channel on rank r.
 
@@ -26,25 +26,40 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn.kernels import reference, select
-from syncbn.kernels.interface import SIGNATURE_ELEMENTS, TRAILER_ELEMENTS, UNSIGNED, StatusWords
+from syncbn.kernels import select
+from syncbn.kernels.interface import (
+    NO_BUFFERS,
+    TRAILER_ELEMENTS,
+    UNSIGNED,
+    BackwardKernels,
+    Buffers,
+    ForwardKernels,
+    Gradients,
+    Inputs,
+    Saved,
+    StatusWords,
+)
+from syncbn.kernels.payload import sign, with_num_values
 from syncbn.ranks import groups, report
 from syncbn.ranks.collective import Collective, all_reduce
 from syncbn.ranks.groups import GroupSpec, all_to_all_size
 from syncbn.ranks.sites import Caller, FunctionCaller, Signatures, Site, call_site
 from syncbn.ranks.status import StreamStatus, captured_sequence_number, status_of
+from syncbn.texts import ONE_VALUE_PER_CHANNEL
 from syncbn.torch_internals import (
     constant_in_graphs,
     current_dispatch_mode,
     is_compiling,
     is_exporting,
     is_jit_tracing,
+    is_wrapped,
+    keeps_graph,
     stream_handle,
 )
 
@@ -54,29 +69,83 @@ class Reduction(ABC):
 
     group: dist.ProcessGroup | None  # None for one rank
     num_ranks: int | None  # None in a compiled graph, where it is unused
-    signatures: Signatures
+    signatures: Signatures | None = None  # None: the payloads are not signed
+    has_begun = False  # whether this rank has begun an all_reduce of this call
     # The total of the forward; None for one rank. It is set to None after a backward without retain_graph: a loss that
     # the program stores would otherwise keep the total alive.
     forward_total: Tensor | None = None
     # Whether the ranks, or kernels on their GPUs, read the trailer of a total. Only then may a rank send n = NaN.
     reads_trailer = False
 
+    def forward(
+        self, kernels: ForwardKernels, inputs: Inputs, num_values: Tensor | None, buffers: Buffers = NO_BUFFERS,
+        momentum: Any = 0.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return y and the statistics, and update the buffers: local sums, one all_reduce, outputs.
+
+        `num_values`, of shape (), is the n of this rank if a mask has been applied, else None.
+        """
+        x, (outer, _, inner) = inputs[0], kernels.config.layout.sizes
+        status_words = self.status_words("forward", x.device) if x.is_cuda else None
+        signature = UNSIGNED if self.signatures is None else self.signatures["forward", x.dtype]
+        sums = kernels.forward_sums(x, signature, status_words)
+        if num_values is not None:  # Masked values are 0 in the sums, but the kernel has counted them in n.
+            sums = with_num_values(sums, num_values)
+        total = self.all_reduce(sums, "forward", status_words, kernels.is_direct)
+        if outer * inner < 2 or num_values is not None:  # Otherwise this rank has two or more values per channel.
+            is_known = self.group is None and num_values is None
+            require_two_values(outer * inner if is_known else total[-TRAILER_ELEMENTS], x)
+        y, statistics, is_finite = kernels.forward_outputs(inputs, total, buffers, momentum, status_words)
+        if not is_finite:  # The all_reduce may have overwritten the local sums, so they are computed again.
+            self.warn_unless_finite(kernels.forward_sums(x))
+        return y, statistics
+
+    def backward(
+        self, kernels: BackwardKernels, dy: Tensor, saved: Saved, num_values: Tensor | None = None
+    ) -> Gradients:
+        """Return the gradients of x, weight, bias and, if a relu follows the residual, of the residual: local sums, one
+        all_reduce, outputs. The all_reduce is issued whichever gradients are needed, because another rank may need the
+        sums.
+
+        If the n in the saved statistics is a placeholder of 1, pass the n of this rank as `num_values`, of shape ().
+        The all_reduce then sums `num_values` too.
+        """
+        x = saved[0]
+        status_words = self.status_words("backward", x.device) if x.is_cuda else None
+        signature = UNSIGNED if self.signatures is None else self.signatures["backward", x.dtype]
+        sums, grad_weight, grad_bias = kernels.backward_sums(dy, saved, signature, self.forward_total)
+        if num_values is not None:
+            sums = with_num_values(sums, num_values)
+        total = self.all_reduce(sums, "backward", status_words, kernels.is_direct)
+        if num_values is not None:
+            total = total / total[-TRAILER_ELEMENTS].clamp(min=1)
+        if self.forward_total is not None and not keeps_graph():  # No other backward follows; release the total.
+            self.forward_total = None
+        grad_x, grad_residual = kernels.backward_outputs(dy, saved, total, status_words)
+        return grad_x, grad_weight, grad_bias, grad_residual
+
     @abstractmethod
-    def all_reduce(self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
-        """Return the sum of `payload` over the ranks. `payload` ends in a trailer and may be overwritten. With
-        `status_words` a GPU kernel checks the total; without them the host checks a total on a CPU.
+    def all_reduce(
+        self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None, is_direct: bool = True,
+        error: Exception | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the sum of `payload` over the ranks. `payload` ends in a signed trailer and may be overwritten.
+
+        `status_words`: a GPU kernel checks the total; without them the host checks a total on a CPU. `is_direct`: the
+        kernels before and after the all_reduce are direct, so that no dispatch mode is active, and they make these
+        checks. `error`: the argument error of this rank, which sends n = NaN and raises this error, or None.
 
         **Raises** RuntimeError if the all_reduce fails or the ranks are in different layers or passes; ValueError or
         TypeError with the errors of all ranks if a rank has a bad argument.
         """
 
     def sign_and_all_reduce(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
-        """Sign the trailer of the float64 `sums`, and return the result of `all_reduce`. A rank with an `error` sends
-        NaN instead of n, and raises this error."""
+        """Sign the trailer of the float64 `sums`, which no kernel has signed, and return the result of `all_reduce`."""
         return self.all_reduce(sums, pass_name)
 
     def status_words(self, pass_name: str, device: torch.device) -> StatusWords | None:
-        """Return the status words for an all_reduce on a GPU, else None. **Raises** the fault of an earlier total."""
+        """Return the status words for an all_reduce on a GPU if kernels there check totals, else None. **Raises** the
+        fault of an earlier total."""
         return None
 
     # The methods below do nothing for one rank and in compiled graphs.
@@ -97,9 +166,8 @@ class OneRank(Reduction):
 
     group = None
     num_ranks = 1
-    signatures = Signatures(1)  # all UNSIGNED, because they have no identity
 
-    def all_reduce(self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
+    def all_reduce(self, payload: Tensor, pass_name: str, *_: object) -> Tensor:
         return payload
 
 
@@ -121,6 +189,8 @@ class EagerReduction(Reduction):
         self.num_ranks, self.signatures = site.group_state.num_ranks, site.signatures
 
     def status_words(self, pass_name: str, device: torch.device) -> StatusWords | None:
+        if not select.checks_totals(device):
+            return None
         site, stream = self.site, stream_handle(device)
         status = status_of(site.group_state).streams.get((device, stream))
         if status is None:
@@ -138,26 +208,29 @@ class EagerReduction(Reduction):
         return status.status_words(collective.sequence_number)
 
     def all_reduce(
-        self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None, error: Exception | None = None,
-        use_operator: bool = False,
+        self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None, is_direct: bool = True,
+        error: Exception | None = None,
     ) -> Tensor:  # fmt: skip
-        """See `Reduction`. `error`: the argument error of this rank, or None. `use_operator`: see
-        `collective.all_reduce`."""
         collective = self.pending_collective or Collective(self.site, self.call_number, pass_name, self.dtype)
         self.pending_collective = fault = None
-        if self.call_number == 1 and pass_name == "forward":
+        self.has_begun, is_forward = True, pass_name == "forward"
+        if self.call_number == 1 and is_forward:
             self.site.write_call((len(payload) - TRAILER_ELEMENTS) // 2)
+        local = None if is_direct else payload.clone()  # because the all_reduce may overwrite `payload`
         with collective:
             if status_words is not None and status_words.sequence_number > 0:
                 self.status.recent.append(collective)
+            use_operator = local is not None and current_dispatch_mode() is not None
             total = all_reduce(payload, self.group, self.site.all_to_all_size, use_operator)
             if status_words is None and total.is_cpu and type(total) is Tensor:  # not a FakeTensor, which has no values
                 n, num_signed, signatures, squares = total[-TRAILER_ELEMENTS:].tolist()
                 ranks_differ = num_signed * squares != signatures * signatures
                 if ranks_differ or n != n:
                     fault = _diagnose(collective, total, ranks_differ, error)
-        if pass_name == "forward":
+        if is_forward:
             self.forward_total = total
+        if local is not None and fault is None:
+            fault = self._check(total, local if is_forward else None, status_words, error)
         if fault is None:
             return total
         try:  # outside of the `with` block, which would report a failed collective
@@ -165,37 +238,30 @@ class EagerReduction(Reduction):
         finally:  # The traceback refers to this frame. The reference cycle would keep the group and gloo's threads.
             del fault, error
 
-    def sign_and_all_reduce(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
-        is_forward, status_words, s = pass_name == "forward", None, UNSIGNED
-        if type(sums) is Tensor and sums.is_cuda and select.checks_totals(sums.device):
-            status_words = self.status_words(pass_name, sums.device)
-        if sums.is_cpu or status_words is not None:
-            s = self.signatures[pass_name, self.dtype]
-        is_signed, signature = (sums.new_full((1,), number) for number in (s != UNSIGNED, s))
-        if s != UNSIGNED and not is_forward and type(self.forward_total) is Tensor:
-            signature = reference.signature_of_call(s, self.forward_total)
-        payload = torch.cat((sums[:-SIGNATURE_ELEMENTS], is_signed, signature, signature.square()))
-        use_operator = current_dispatch_mode() is not None
-        try:
-            total = self.all_reduce(payload, pass_name, status_words, error, use_operator)
-        except Exception:
-            del error  # see `all_reduce`
-            raise
+    def _check(
+        self, total: Tensor, local: Tensor | None, status_words: StatusWords | None, error: Exception | None
+    ) -> Exception | None:
+        """Make the checks that direct kernels make themselves, and return `error`. `local`: the sums of this rank in a
+        forward, else None."""
         if status_words is not None:
             if error is not None:
                 self.status.write_report(status_words.sequence_number, error)
-            needs_two_values = is_forward and self.site.needs_two_values
-            select.check_total(total, needs_two_values, status_words, sums if is_forward else None)
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    del error
-        # `all_finite` tests a Python list, because a dispatch mode would intercept operators. `sums` are still those of
-        # this rank, because torch.cat has copied them.
-        elif is_forward and payload.is_cpu and type(payload) is Tensor and not all_finite(total):
-            self.warn_unless_finite(sums)
-        return total
+            needs_two_values = local is not None and self.site.needs_two_values
+            select.check_total(total, needs_two_values, status_words, local)
+            return error
+        # `all_finite` tests a Python list, because a dispatch mode would intercept operators.
+        if local is not None and local.is_cpu and type(local) is Tensor and not all_finite(total):
+            self.warn_unless_finite(local)
+        return None
+
+    def sign_and_all_reduce(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+        plain_cuda = type(sums) is Tensor and sums.is_cuda
+        status_words = self.status_words(pass_name, sums.device) if plain_cuda else None
+        payload = sign(sums, self.signatures[pass_name, self.dtype], self.forward_total)
+        try:
+            return self.all_reduce(payload, pass_name, status_words, False, error)
+        finally:  # see `all_reduce`
+            del error
 
     def warn_unless_finite(self, sums: Tensor) -> None:
         if not all_finite(sums):
@@ -214,6 +280,24 @@ class EagerReduction(Reduction):
 
     def new_collective(self, pass_name: str) -> Collective:
         return Collective(self.site, self.call_number, pass_name, self.dtype)
+
+
+def require_two_values(num_values: Tensor | float, x: Tensor) -> None:
+    """**Raises** F.batch_norm's ValueError if there is only one value per channel over all ranks of the group.
+
+    `num_values` is a number if the shape of x determines it (on one rank without a mask), otherwise a tensor of shape
+    (). A tensor on a GPU is not checked, because the host would have to wait for the GPU; with several ranks a later
+    call raises, see status.py. A tensor in a compiled graph is not checked, because reading it would break the
+    graph. A FakeTensor or a tensor of torch.func is not checked, because it cannot be read.
+    """
+    if isinstance(num_values, Tensor):
+        if is_compiling() or not num_values.is_cpu or type(num_values) is not Tensor or is_wrapped(num_values):
+            return
+        num_values = num_values.item()
+    if num_values == 1:
+        raise ValueError(
+            f"{ONE_VALUE_PER_CHANNEL} (input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
+        )
 
 
 def all_finite(sums: Tensor) -> bool:
@@ -251,7 +335,7 @@ class GraphReduction(Reduction):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def all_reduce(self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
+    def all_reduce(self, payload: Tensor, pass_name: str, *_: object) -> Tensor:
         return all_reduce(payload, self.group, all_to_all_size(self.group), use_operator=True)
 
 
@@ -268,14 +352,15 @@ def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> R
             "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm over ranks"
         )
         raise RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()")
-    return eager_reduction(spec, caller, getattr(input, "dtype", None))
+    return eager_reduction(spec, caller, input)
 
 
-def eager_reduction(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) -> Reduction:
+def eager_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Reduction:
     """Return the reduction of a call in eager mode, and count the call. **Raises** the errors of `resolve`."""
     group = dist.group.WORLD if spec is None else groups.lookup(spec)
     if group is None and spec is None:
-        groups.warn_of_missing_group()
+        if not groups.missing_group_is_known:
+            groups.warn_of_missing_group()
         return ONE_RANK
     site = caller._call_site  # the site of the last call
     if group is None or site is None or site.group_state.group() is not group or site.caller() is not caller:
@@ -284,7 +369,7 @@ def eager_reduction(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) 
             return ONE_RANK
         site = call_site(caller, group)
         object.__setattr__(caller, "_call_site", site)  # bypasses the __setattr__ of a subclass, which may raise
-    return EagerReduction(group, site, dtype)
+    return EagerReduction(group, site, input.dtype if type(input) is Tensor else getattr(input, "dtype", None))
 
 
 def graph_reduction(spec: GroupSpec) -> Reduction:
@@ -329,7 +414,7 @@ def resolve(spec: GroupSpec) -> dist.ProcessGroup | None:
         return None
     make_groups(spec)
     group = groups.lookup(spec)
-    if not dist.is_initialized():
+    if not dist.is_initialized() and not groups.missing_group_is_known:
         groups.warn_of_missing_group()
     return None if group is None or group.size() == 1 else group
 

@@ -11,7 +11,7 @@ a pass is a positive number, computed from
     the call         the pass, the settings of the layer, and the dtype of the input
 
 In all passes except the forward, s also depends on the total of the forward, which differs between the calls of a layer
-(see signature_of_call in kernels/reference.py). Rank r sends 1, s_r and s_r^2 after its sums. By the Cauchy-Schwarz
+(see signature_of_call in kernels/payload.py). Rank r sends 1, s_r and s_r^2 after its sums. By the Cauchy-Schwarz
 inequality sum 1 * sum s^2 = (sum s)^2 holds only if all s are equal. In a group of W ranks the signatures of two
 call sites collide with a probability of at most W / 2^24. A rank that does not know its layer, as in a compiled graph,
 sends zeros, so that the comparison ignores it. With SYNCBN_CHECKS=0 in the environment no layer of this rank signs.

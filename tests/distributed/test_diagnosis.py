@@ -30,7 +30,7 @@ from training import unchanged
 from voting import Ranks, Reports
 
 import syncbn
-from syncbn import fallback
+from syncbn import bad_argument
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import cpu, operators
 from syncbn.kernels.interface import TRAILER_ELEMENTS
@@ -327,7 +327,7 @@ def test_an_error_of_one_rank_alone_is_reported_by_the_others(
     if ranks.rank == 1:
         fail = mock.Mock(side_effect=CompilationError("at 12:4:\nand much more"))
         with contextlib.ExitStack() as broken:
-            broken.enter_context(mock.patch.object(fallback, "_device_of", return_value=torch.device("xpu")))
+            broken.enter_context(mock.patch.object(bad_argument, "_device_of", return_value=torch.device("xpu")))
             for back_end in (cpu, operators):
                 broken.enter_context(mock.patch.object(back_end.Forward, "forward_sums", fail))
                 broken.enter_context(mock.patch.object(back_end.Backward, "backward_sums", fail))

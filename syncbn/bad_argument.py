@@ -1,0 +1,94 @@
+"""Raises the error of a bad argument on every rank.
+
+A rank with a bad argument cannot compute its sums but must not leave the other ranks waiting. It goes through these
+steps, and through every other error before its first all_reduce likewise:
+
+1. A check in arguments.py, or anything else before the all_reduce, raises on this rank. The caller passes the error to
+   `raise_on_all_ranks`.
+2. This rank joins the all_reduce of the forward with sums of the likely number of channels, all 0, and n = NaN.
+3. Every rank receives n = NaN. On CPUs each rank writes its own report to the store and reads those of the others
+   (`_diagnose` in ranks/reduction.py, ranks/report.py). This rank raises its error, and the other ranks an error that
+   names this rank and contains the text of its error.
+4. On GPUs a kernel finds the NaN and stores it in status words. The other ranks raise at a later call
+   (ranks/status.py).
+"""
+
+import contextlib
+import math
+from numbers import Integral
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from syncbn.arguments import Options, Tensors, check_training, require_float64
+from syncbn.kernels import select
+from syncbn.kernels.interface import TRAILER_ELEMENTS
+from syncbn.ranks.reduction import Reduction
+from syncbn.tracing import refuse_proxies
+
+
+def check_on_all_ranks(
+    tensors: Tensors, options: Options, caller: object, reduction: Reduction, needs_float64: bool
+) -> Options:
+    """Check all arguments of a training step, and return the options with eps and momentum as floats."""
+    try:
+        options = check_training(tensors, options, caller)
+        if needs_float64:
+            require_float64(tensors.input)
+    except Exception as error:  # of any class: a subclass of a layer or of Tensor may raise anything
+        raise_on_all_ranks(error, tensors, options, reduction, "forward")
+    return options
+
+
+def raise_on_all_ranks(
+    error: Exception, tensors: Tensors, options: Options, reduction: Reduction, pass_name: str
+) -> NoReturn:
+    """Raise `error`. Unless this rank has begun an all_reduce of this call, first join that of the other ranks with
+    n = NaN, so that every rank raises.
+
+    On GPUs the other ranks raise at a later call. Only this rank raises in a compiled graph, in a trace of torch.fx, on
+    a GPU without Triton, or if no argument determines the number of channels. In eager mode the reports of the
+    other ranks contain `error` in these cases.
+    """
+    try:
+        if not reduction.has_begun:
+            refuse_proxies(tensors)
+            num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
+            reads_nan = reduction.reads_trailer and (device.type == "cpu" or select.checks_totals(device))
+            if num_channels is not None and reads_nan:
+                _join(error, reduction, num_channels, device, pass_name)
+        reduction.record_error(error)
+        raise error
+    finally:  # The traceback of `error` holds this frame. This reference cycle would keep the group alive.
+        del error
+
+
+def _join(error: Exception, reduction: Reduction, num_channels: int, device: torch.device, pass_name: str) -> None:
+    """Issue the all_reduce of this pass with n = NaN, which raises `error`. A FakeTensorMode has no values to send."""
+    sums = torch.zeros(2 * num_channels + TRAILER_ELEMENTS, dtype=torch.float64, device=device)
+    sums[-TRAILER_ELEMENTS] = math.nan
+    try:
+        with reduction.recording_errors():
+            reduction.sign_and_all_reduce(sums, pass_name, error)
+    finally:
+        del error
+
+
+def _likely_channels(tensors: Tensors, options: Options) -> int | None:
+    """Return the number of channels of most arguments, because one argument may be wrong. Return None if no argument
+    has channels."""
+    per_channel = [tensor for tensor in tensors.per_channel().values() if isinstance(tensor, Tensor)]
+    votes = [tensor.numel() for tensor in per_channel if not is_lazy(tensor)]
+    if not votes and isinstance(options.num_channels, Integral) and options.num_channels > 0:
+        return options.num_channels
+    with contextlib.suppress(Exception):  # The input may not be a tensor, or may not have this dim.
+        votes.append(int(tensors.input.shape[options.channel_dim]))
+    return max(votes, key=votes.count, default=None)  # In a tie a per-channel tensor wins.
+
+
+def _device_of(tensors: Tensors) -> torch.device:
+    """Return the device of the first argument that is a tensor."""
+    arguments = *tensors.per_channel().values(), tensors.input
+    return next((tensor.device for tensor in arguments if isinstance(tensor, Tensor)), torch.device("cpu"))
