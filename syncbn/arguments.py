@@ -71,6 +71,10 @@ class Tensors(NamedTuple):
         """Return the tensors that may get gradients, in the order of kernels: x, weight, bias, residual."""
         return self.input, self.weight, self.bias, self.z
 
+    def buffers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return running_mean, running_var and the counter."""
+        return self.running_mean, self.running_var, self.counter
+
     def without_running_stats(self) -> Self:
         """Return the tensors without running statistics and counter."""
         return self._replace(running_mean=None, running_var=None, counter=None)
@@ -136,15 +140,6 @@ def check_training(tensors: Tensors, options: Options, layer: object) -> Options
         check_writable("num_batches_tracked", tensors.counter)
     check_saved(tensors)
     return options.with_float_numbers(tensors)
-
-
-def check_masked(tensors: Tensors, options: Options) -> None:
-    """Check what a mask needs, for plain tensors. The kernels that are cached for the masked input do not depend on the
-    mask, so they are no proof that the mask is valid."""
-    check_input(tensors.input, options.channel_dim)
-    check_mask(tensors.mask, tensors.input, options.channel_dim)
-    check_saved(tensors)
-    require_storage([tensor for tensor in tensors if tensor is not None])
 
 
 def check(tensors: Tensors, options: Options, layer: object) -> None:

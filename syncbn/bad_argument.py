@@ -1,16 +1,19 @@
 """Raises the error of a bad argument on every rank.
 
 A rank with a bad argument cannot compute its sums but must not leave the other ranks waiting. It goes through these
-steps, and through every other error before its first all_reduce likewise:
+steps, and through them too for any other error before the all_reduce of its forward:
 
 1. A check in arguments.py, or anything else before the all_reduce, raises on this rank. The caller passes the error to
    `raise_on_all_ranks`.
-2. This rank joins the all_reduce of the forward with sums of the likely number of channels, all 0, and n = NaN.
+2. This rank joins the all_reduce of the pass with sums of the likely number of channels, all 0, and n = NaN.
 3. Every rank receives n = NaN. On CPUs each rank writes its own report to the store and reads those of the others
    (`_diagnose` in ranks/reduction.py, ranks/report.py). This rank raises its error, and the other ranks an error that
    names this rank and contains the text of its error.
 4. On GPUs a kernel finds the NaN and stores it in status words. The other ranks raise at a later call
    (ranks/status.py).
+
+After this rank has begun the all_reduce it does not join again: the error is recorded, for the reports of ranks that
+wait for this rank, and raised.
 """
 
 import contextlib
@@ -22,37 +25,45 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from syncbn import payload
 from syncbn.arguments import Options, Tensors, check_training, require_float64
 from syncbn.kernels import select
-from syncbn.kernels.interface import TRAILER_ELEMENTS
-from syncbn.ranks.reduction import Reduction
+from syncbn.ranks.reduction import Reduction, eager_reduction
+from syncbn.ranks.sites import Caller
 from syncbn.tracing import refuse_proxies
 
 
 def check_on_all_ranks(
-    tensors: Tensors, options: Options, caller: object, reduction: Reduction, needs_float64: bool
+    tensors: Tensors, options: Options, caller: Caller, reduction: Reduction, needs_float64: bool
 ) -> Options:
-    """Check all arguments of a training step, and return the options with eps and momentum as floats."""
+    """Check all arguments of a training step, and return the options with eps and momentum as floats. **Raises** on
+    every rank if the arguments of this rank are invalid."""
     try:
         options = check_training(tensors, options, caller)
         if needs_float64:
             require_float64(tensors.input)
     except Exception as error:  # of any class: a subclass of a layer or of Tensor may raise anything
-        raise_on_all_ranks(error, tensors, options, reduction, "forward")
+        raise_on_all_ranks(error, tensors, options, caller, reduction)
     return options
 
 
 def raise_on_all_ranks(
-    error: Exception, tensors: Tensors, options: Options, reduction: Reduction, pass_name: str
-) -> NoReturn:
+    error: Exception, tensors: Tensors, options: Options, caller: Caller, reduction: Reduction | None,
+    pass_name: str = "forward",
+) -> NoReturn:  # fmt: skip
     """Raise `error`. Unless this rank has begun an all_reduce of this call, first join that of the other ranks with
-    n = NaN, so that every rank raises.
+    n = NaN, so that every rank raises. A `reduction` of None is selected here.
 
     On GPUs the other ranks raise at a later call. Only this rank raises in a compiled graph, in a trace of torch.fx, on
-    a GPU without Triton, or if no argument determines the number of channels. In eager mode the reports of the
-    other ranks contain `error` in these cases.
+    a GPU without Triton, if no argument determines the number of channels, or if the group does not exist. In eager
+    mode the reports of the other ranks contain `error` in these cases.
     """
     try:
+        if reduction is None:
+            with contextlib.suppress(Exception):  # The look-up of the group may be what has raised `error`.
+                reduction = eager_reduction(options.process_group, caller, tensors.input)
+        if reduction is None:
+            raise error
         if not reduction.has_begun:
             refuse_proxies(tensors)
             num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
@@ -66,12 +77,12 @@ def raise_on_all_ranks(
 
 
 def _join(error: Exception, reduction: Reduction, num_channels: int, device: torch.device, pass_name: str) -> None:
-    """Issue the all_reduce of this pass with n = NaN, which raises `error`. A FakeTensorMode has no values to send."""
-    sums = torch.zeros(2 * num_channels + TRAILER_ELEMENTS, dtype=torch.float64, device=device)
-    sums[-TRAILER_ELEMENTS] = math.nan
+    """Issue the all_reduce of this pass with n = NaN, which raises `error`. Under a FakeTensorMode the total has no
+    values, and this function returns."""
+    zeros = torch.zeros(2 * num_channels, dtype=torch.float64, device=device)
     try:
         with reduction.recording_errors():
-            reduction.sign_and_all_reduce(sums, pass_name, error)
+            reduction.sign_and_all_reduce(payload.from_sums(zeros, math.nan), pass_name, error)
     finally:
         del error
 

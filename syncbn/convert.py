@@ -27,8 +27,7 @@ from torch.overrides import TorchFunctionMode
 from syncbn import tracing, unconverted
 from syncbn.arguments import PER_CHANNEL_NAMES, Options, Tensors, check
 from syncbn.layer import UNKNOWN_NUM_RANKS, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
-from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, to_torch
-from syncbn.ranks.reduction import make_groups
+from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, make_groups, size, to_spec, to_torch
 from syncbn.ranks.sites import layer_in_forward
 from syncbn.step import train
 from syncbn.texts import escape_surrogates, warn, warn_once

@@ -1,28 +1,55 @@
-"""Chooses how a call runs that torch's dispatcher must see: its back end, and whether inside an autograd Function.
+"""Computes what torch's dispatcher must see: in compiled graphs, in torch.func, under dispatch modes and profilers.
 
-Such calls are in a compiled graph, in a transform of torch.func, under a dispatch mode or, on a CPU, under a profiler;
-or they have tensors that direct kernels cannot read, or no kernels for their device.
+Direct kernels access the memory of plain tensors past the dispatcher. Everything in this file uses kernels that consist
+of operators instead: those of operators.py, which wrap the direct kernels, or the torch operations of reference.py. The
+pass is the same for both: `Reduction.forward` and `Reduction.backward`.
+
+    dispatched_back_end   chooses between operators.py and reference.py
+    normalize             runs a forward inside an autograd Function, `_DispatchedStep`: a compiler, torch.func and
+                          forward mode must see the Function before its operations. In eager mode that node would take
+                          10 to 20 us more than `_Step` of step.py, which gets a y that has been computed already.
+    gradients             computes the backward of `_DispatchedStep`; of `_Step`, where direct kernels cannot be used;
+                          and of `functional.batch_norm_backward`
 """
 
 import contextlib
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from syncbn import payload, second_derivatives
+from syncbn.arguments import Options, Tensors
+from syncbn.inputs import is_plain_subclass, unwrap_tensor
+from syncbn.kernel_cache import backward_config, forward_config
 from syncbn.kernels import reference, select
-from syncbn.kernels.interface import BackEnd, BackwardConfig, ForwardConfig
+from syncbn.kernels.interface import (
+    BackEnd,
+    BackwardConfig,
+    BackwardKernels,
+    ForwardConfig,
+    GradientPair,
+    Gradients,
+    Needed,
+    ReluMask,
+    Saved,
+    StatusWords,
+)
 from syncbn.ranks.reduction import Reduction
 from syncbn.torch_internals import (
     constant_in_graphs,
-    inside_vmap_or_forward_mode,
-    is_batched_gradient,
+    inside_functorch,
     is_compiling,
     is_exporting,
+    is_transformed,
+    profiler_range,
 )
+
+StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # the first argument of a Function
 
 
 def dispatched_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: Tensor | None) -> BackEnd:
-    """Select the back end for a call with the tensors x and `others` that torch's dispatcher must see.
+    """Select operators.py or reference.py for a call with the tensors x and `others`.
 
     Tensor subclasses and exported programs get torch operations. Calls under vmap or forward mode also get torch
     operations, because the operators have no rules for these. All other calls get the operators if there are C++ or
@@ -77,21 +104,105 @@ def apply_function(
     return outputs
 
 
-def is_transformed(*tensors: Tensor | None) -> bool:
-    """Return whether vmap or forward mode is active. Only torch operations have rules for them."""
-    if inside_vmap_or_forward_mode():
-        return True
-    return not is_compiling() and any(tensor is not None and is_batched_gradient(tensor) for tensor in tensors)
-
-
 def requires_grad(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def refuse_transforms(reduction: Reduction, *tensors: Tensor | None) -> None:
-    """**Raises** RuntimeError inside vmap and forward mode over several ranks."""
-    if reduction.group is not None and is_transformed(*tensors):
-        raise RuntimeError(
-            "torch.func.vmap, forward mode (jvp) and is_grads_batched=True are not supported over several ranks; loop "
-            "over samples or gradients, use torch.autograd.functional, or set process_group=1"
-        )
+def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple[Tensor, Tensor]:
+    """Return y and the statistics for checked, plain, dense tensors without a mask. No buffers are updated."""
+    reduction.refuse_transforms(tensors.input)
+    static = forward_config(tensors, options), reduction
+    y, statistics = apply_function(_DispatchedStep, static, *tensors.differentiable(), tensors.num_values)
+    return y, statistics
+
+
+def gradients(
+    config: ForwardConfig, dy: Tensor | None, saved: Saved, needed: Needed, reduction: Reduction,
+    num_values: Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    """Return the gradients, computed from dy and the saved tensors, whose dtype or device saved_tensors_hooks may have
+    changed.
+
+    If the n in the saved statistics is a placeholder of 1, pass the n of this rank as `num_values`, of shape (). With
+    create_graph=True two all_reduces are issued. The caller must call `record_error` if this function raises.
+    """
+    x, weight, statistics, y = saved
+    dy = torch.zeros_like(x) if dy is None else dy
+    # Without a relu the gradient of the residual is dy itself. It must not be a view of dy, because autograd may add
+    # another gradient to the view in place, which would change dy.
+    unmasked_dy = dy if needed[3] and y is None else None
+    if is_plain_subclass(dy):
+        dy = unwrap_tensor(dy)
+
+    def dense(tensor: Tensor) -> Tensor:  # If a graph reads the strides of dy, Dynamo makes dy contiguous.
+        return tensor if is_compiling() else config.layout.dense(tensor)
+
+    y = None if y is None else dense(y.to(dy.dtype))
+    saved = dense(x.to(dy.dtype)), weight, statistics.double().contiguous(), y
+    dy, of_backward = dense(dy), backward_config(config, dy, weight, needed)
+    with profiler_range("syncbn.backward"):
+        if torch.is_grad_enabled():
+            grads = second_derivatives.graph_gradients(config, of_backward, dy, saved, reduction)
+        else:
+            reduction.refuse_transforms(dy)
+            kernels = dispatched_back_end(of_backward, *saved, dy).Backward(of_backward)
+            grads = reduction.backward(
+                kernels if num_values is None else _WithNumValues(kernels, num_values), dy, saved
+            )
+    return grads if unmasked_dy is None else (*grads[:3], unmasked_dy)
+
+
+class _WithNumValues(BackwardKernels):
+    """Backward kernels for statistics whose n is a placeholder of 1: the payloads contain the n of the ranks, and the
+    total is divided by their sum."""
+
+    is_direct = False
+
+    def __init__(self, kernels: BackwardKernels, num_values: Tensor) -> None:
+        super().__init__(kernels.config)
+        self.kernels, self.num_values = kernels, num_values
+
+    def backward_sums(
+        self, dy: Tensor, saved: Saved, signature: int = payload.UNSIGNED, call_id: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        sums, grad_weight, grad_bias = self.kernels.backward_sums(dy, saved, signature, call_id)
+        return payload.with_num_values(sums, self.num_values), grad_weight, grad_bias
+
+    def backward_outputs(
+        self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
+    ) -> GradientPair:
+        total = total / payload.num_values(total).clamp(min=1)
+        return self.kernels.backward_outputs(dy, saved, total, status_words)
+
+
+class _DispatchedStep(torch.autograd.Function):
+    """Normalise: ((config, reduction), x, weight, bias, residual, num_values) -> y, statistics.
+
+    The statistics over all ranks are an output, because torch.func saves only inputs and outputs. They are not
+    differentiable. The tensors saved for backward are those of `_Step` in step.py.
+    """
+
+    @staticmethod
+    def forward(
+        static: StaticArguments, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+        num_values: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        config, reduction = static
+        kernels = dispatched_back_end(config, x, weight, bias, residual).Forward(config)
+        return reduction.forward(kernels, (x, weight, bias, residual), num_values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        (ctx.config, ctx.reduction), x, weight, *_ = inputs
+        y, statistics = output
+        ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, statistics, y if ctx.config.relu_mask is ReluMask.FROM_Y else None)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:5]
+        if is_compiling() and inside_functorch():  # Dynamo does not know what torch.func differentiates.
+            needed = True, True, True, ctx.config.has_residual
+        with ctx.reduction.recording_errors():
+            return None, *gradients(ctx.config, dy, ctx.saved_tensors, needed, ctx.reduction), None

@@ -67,9 +67,7 @@ def batch_norm(*inputs: Tensor | None, output: Tensor) -> Tensor:
     return output
 
 
-def apply_mask(
-    tensors: Tensors, channel_dim: int, wrap: OutputWrapper | None = None
-) -> tuple[Tensors, OutputWrapper]:
+def apply_mask(tensors: Tensors, channel_dim: int, wrap: OutputWrapper | None = None) -> tuple[Tensors, OutputWrapper]:
     """Return the checked tensors with x = 0 where the mask is False, and with `num_values` instead of the mask. Also
     return a function that sets the output to 0 where the mask is False, and then calls `wrap`. The gradients become 0
     there too."""
@@ -87,12 +85,12 @@ def apply_mask(
     return masked, lambda output: wrap(torch.where(mask, output, 0))
 
 
-def make_dense(tensors: Tensors, options: Options) -> Tensors:
-    """Return the tensors with x and z non-overlapping and dense in one layout. A floating-point z is converted
-    to the dtype of x."""
+def make_dense(tensors: Tensors, channel_dim: int, layout: Layout | None = None) -> Tensors:
+    """Return the tensors with x and z non-overlapping and dense in this layout, or in that of x. A floating-point z is
+    converted to the dtype of x."""
     resolve_neg = identity if is_compiling() else Tensor.resolve_neg  # Under Dynamo it adds an operator.
     x, z = resolve_neg(tensors.input), tensors.z
-    layout = Layout.of(x, options.channel_dim)
+    layout = layout or Layout.of(x, channel_dim)
     if z is not None and z.dtype in SUPPORTED_DTYPES:
         z = layout.dense(resolve_neg(z).to(x.dtype))
     return tensors._replace(input=layout.dense(x), z=z)

@@ -73,35 +73,41 @@ class Cache(Generic[Value]):
                 # in bytes: 0, or more if the tensor is a view, for example of a flat parameter.
                 may_be_freed = 0 in map(Tensor.data_ptr, present) or {*map(Tensor.storage_offset, present)} != {0}
                 return None if may_be_freed and any_freed(present) else value
+        return self._select(key, tensors, arguments)
+
+    def _select(self, key: tuple[Any, ...], tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Value | None:
+        """Select a value, and cache it under the key unless it is None."""
         for index, tensor in enumerate(tensors):
             if tensor is not None and id(tensor) in map(id, tensors[:index]):  # A guard rejects a repeated tensor.
-                return self.get(call_key, (*tensors[:index], tensor.detach(), *tensors[index + 1 :]), *arguments)
+                return self.get(key[0], (*tensors[:index], tensor.detach(), *tensors[index + 1 :]), *arguments)
         selected = self.select(tensors, *arguments)
         if selected is not None and guards_work():
             if len(self.entries) >= MAX_KEYS:
                 self.entries.clear()
-            self.entries[key] = ((make_guard(*present), selected), *self.entries.get(key, ()))[:MAX_ENTRIES_PER_KEY]
+            guard = make_guard(*filter(_is_present, tensors))
+            self.entries[key] = ((guard, selected), *self.entries.get(key, ()))[:MAX_ENTRIES_PER_KEY]
         return selected
 
 
 def _select_forward(tensors: tuple[Any, ...], options: Options) -> tuple[ForwardKernels, bool] | None:
-    """Select the kernels for a forward of plain tensors without a mask, and return whether `make_dense` must copy x or
-    z first. Return None if kernels cannot use the tensors or options. **Raises** ValueError or TypeError if an argument
-    is invalid."""
+    """Select the kernels for a forward of plain tensors, whose mask has not been applied, and return whether
+    `make_dense` must copy x or z first. Return None if kernels cannot use the tensors or options. **Raises** ValueError
+    or TypeError if an argument is invalid."""
     if options.cache_key is None or not _are_readable(tensors):
         return None
-    x, z, *per_channel = tensors = Tensors._make(tensors)
+    x, z, *per_channel, mask, _ = tensors = Tensors._make(tensors)
     check(tensors, options, None)
     options.with_float_numbers(tensors)
     mean, var, counter = tensors.running_mean, tensors.running_var, tensors.counter
     if not _are_contiguous(per_channel) or (counter is not None and _metadata(counter) != ((), torch.int64, x.device)):
         return None
-    config = forward_config(tensors, options)._replace(  # Kernels of the fast path also update the buffers.
+    config = forward_config(tensors, options)._replace(  # Direct kernels also update the buffers.
         mean_dtype=None if mean is None else mean.dtype, var_dtype=None if var is None else var.dtype,
         has_counter=counter is not None, averages=options.momentum is None and counter is not None,
     )  # fmt: skip
     back_end = fast_path_back_end(config)
-    needs_copy = not _are_dense((x, z), config.layout) or (z is not None and z.dtype != x.dtype)
+    # The strides of an input to which a mask has been applied may depend on the strides of the mask.
+    needs_copy = mask is not None or not _are_dense((x, z), config.layout) or (z is not None and z.dtype != x.dtype)
     return None if back_end is None else (back_end.Forward.cached(config), needs_copy)
 
 

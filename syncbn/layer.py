@@ -14,14 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn import tracing
 from syncbn.arguments import TORCH_DIM_CHECKS, DimCheck, Options, Tensors, to_float, validated_eps
 from syncbn.bad_argument import raise_on_all_ranks
-from syncbn.evaluate import evaluate
 from syncbn.ranks import groups
-from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
-from syncbn.ranks.reduction import eager_reduction, make_groups
+from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, make_groups
 from syncbn.ranks.sites import Site
 from syncbn.statistics import from_sums, to_sums, update_buffers
 from syncbn.step import train
 from syncbn.texts import quote_path
+from syncbn.torch_batch_norm import evaluate
 from syncbn.torch_internals import PLAIN_CLASSES, current_backward, is_compiling
 
 # The value of `_synchronised_ranks` while it is not known whether the forward of a subclass has synchronised.
@@ -311,8 +310,7 @@ class _Pool:
                 "forward() passes running statistics to F.batch_norm that are not the layer's, but "
                 "accumulate_running_stats updates only the layer's; pass self.running_mean and self.running_var"
             )
-            reduction = eager_reduction(options.process_group, layer, tensors.input)
-            raise_on_all_ranks(error, tensors, options, reduction, "forward")
+            raise_on_all_ranks(error, tensors, options, layer, reduction=None)
         y, statistics = train(tensors.without_running_stats(), options, layer)
         if current_backward() == -1:
             sums = to_sums(statistics.detach(), len(running_mean))

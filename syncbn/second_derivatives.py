@@ -1,23 +1,20 @@
-"""Computes gradients that can be differentiated again (create_graph=True, torch.func), by torch operations."""
+"""Computes gradients that can be differentiated again (create_graph=True, torch.func), by torch operations.
+
+The gradient of a sum over ranks is another sum over ranks: `sum_over_ranks` is differentiable any number of times, and
+each derivative issues one more all_reduce, with a pass name of its own.
+"""
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn.dispatched import refuse_transforms
+from syncbn import payload
 from syncbn.kernels import reference
-from syncbn.kernels.interface import (
-    SIGNATURE_ELEMENTS,
-    TRAILER_ELEMENTS,
-    BackwardConfig,
-    ForwardConfig,
-    Gradients,
-    Saved,
-)
+from syncbn.kernels.interface import BackwardConfig, ForwardConfig, Gradients, Saved
 from syncbn.ranks.reduction import Reduction
 from syncbn.ranks.report import WITH_GRAPH
+from syncbn.statistics import unpack
 from syncbn.torch_internals import is_compiling
 
 
@@ -30,17 +27,16 @@ def graph_gradients(
     all_reduce. This all_reduce has its own pass name, because a rank without create_graph does not issue it.
     """
     x, weight, statistics, y = saved
-    kernels, num_values = reference.Forward(forward), statistics[3 * config.layout.sizes[1]].clamp(min=1)
-    fold = config.layout.fold
-    sums = sum_over_ranks(kernels.forward_sums(x), reduction, WITH_GRAPH)
-    mean, mean_square = (sums[:-TRAILER_ELEMENTS] / num_values).chunk(2)
+    fold, num_values = config.layout.fold, unpack(statistics, config.layout.sizes[1])[3].clamp(min=1)
+    sums = sum_over_ranks(reference.Forward(forward).forward_sums(x), reduction, WITH_GRAPH)
+    mean, mean_square = (payload.sums(sums) / num_values).chunk(2)
     xmu = reference.subtract_mean(fold(x), mean)
     invstd = ((mean_square - mean.square()).clamp(min=0) + forward.eps).rsqrt()
     dy = reference.apply_relu_mask(config, fold(dy), fold(x), None if y is None else fold(y), statistics)
     wide_dy = dy.double()
     sum_dy, sum_dy_xmu = reference.channel_sums(wide_dy), reference.channel_sums(wide_dy * xmu)
-    sums = sum_over_ranks(torch.cat((sum_dy, sum_dy_xmu, sum_dy.new_zeros(TRAILER_ELEMENTS))), reduction, "backward")
-    mean_dy, mean_dy_xmu = (sums[:-TRAILER_ELEMENTS] / num_values).chunk(2)
+    sums = sum_over_ranks(payload.from_sums(torch.cat((sum_dy, sum_dy_xmu))), reduction, "backward")
+    mean_dy, mean_dy_xmu = (payload.sums(sums) / num_values).chunk(2)
     scale = invstd if weight is None else invstd * weight.double()
     wide_grad_x = (wide_dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
     grad_x, grad_residual = (config.layout.unfold(wide, x.shape).to(x.dtype) for wide in (wide_grad_x, wide_dy))
@@ -53,27 +49,25 @@ def graph_gradients(
     )
 
 
-def sum_over_ranks(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
-    """Return the sum of `sums` over the ranks, by one all_reduce, which may overwrite `sums`.
+def sum_over_ranks(sent: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
+    """Return the sum of the payload `sent` over the ranks, by one all_reduce, which may overwrite `sent`.
 
-    `sums` is float64 and ends in a trailer. In eager mode with gradients the result is differentiable any number of
-    times: the gradient of a sum over ranks is another sum over ranks, by another all_reduce. **Raises** RuntimeError
-    inside vmap and forward mode.
+    In eager mode with gradients the sums in the result are differentiable any number of times; the rest of the result
+    is 0. **Raises** RuntimeError inside vmap and forward mode.
     """
-    refuse_transforms(reduction, sums)
+    reduction.refuse_transforms(sent)
     if reduction.group is None or is_compiling() or not torch.is_grad_enabled():
-        return reduction.sign_and_all_reduce(sums, pass_name)
-    result = _SumOverRanks.apply(sums[:-SIGNATURE_ELEMENTS], reduction, pass_name)  # type: ignore[no-untyped-call]
-    n = result[-1:].detach()
-    return torch.cat((result[:-1], n, sums.new_zeros(SIGNATURE_ELEMENTS)))
+        return reduction.sign_and_all_reduce(sent, pass_name)
+    total = _SumOverRanks.apply(payload.sums(sent), reduction, pass_name)  # type: ignore[no-untyped-call]
+    return payload.from_sums(total)
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over all ranks: (sums, reduction, pass_name) -> total. Its last element is n, or 0 in derivative passes."""
+    """Sum over all ranks: (sums, reduction, pass_name) -> total, both without a trailer."""
 
     @staticmethod
     def forward(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
-        return reduction.sign_and_all_reduce(F.pad(sums, (0, SIGNATURE_ELEMENTS)), pass_name)[:-SIGNATURE_ELEMENTS]
+        return payload.sums(reduction.sign_and_all_reduce(payload.from_sums(sums), pass_name))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,12 +1,33 @@
-"""Calls F.batch_norm: in evaluation, and in training on one rank unless direct kernels compute it."""
+"""Calls F.batch_norm: in evaluation, which never communicates, and in training on one rank without kernels.
+
+Evaluation with a mask and without running statistics is the exception: F.batch_norm cannot leave values out of the
+statistics, so `evaluate` computes it as a training step over one rank.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn.arguments import Options, Tensors, check_eps
+from syncbn.arguments import Options, Tensors, check, check_eps, require_float64
+from syncbn.dispatched import normalize
+from syncbn.inputs import apply_mask, make_dense, unwrap
 from syncbn.kernels.layout import Layout
+from syncbn.ranks.reduction import ONE_RANK
 from syncbn.statistics import compute_dtype, pack, supports_float64, update_buffers
+
+
+def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tensor:
+    """Return y, normalised with the running statistics or, if there are none, with the statistics of this rank's batch.
+    `caller` is a layer or None."""
+    tensors, options, wrap = unwrap(tensors, options)
+    check(tensors, options, caller)
+    is_masked_batch = tensors.mask is not None and tensors.running_mean is None
+    tensors, wrap = apply_mask(tensors, options.channel_dim, wrap)
+    if is_masked_batch:
+        check_eps(options.eps, training=True)
+        require_float64(tensors.input)
+        return wrap(normalize(make_dense(tensors, options.channel_dim), options, ONE_RANK)[0])
+    return wrap(batch_norm(tensors, options, training=tensors.running_mean is None))
 
 
 def train_one_rank(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:

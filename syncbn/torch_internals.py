@@ -99,6 +99,14 @@ def inside_vmap_or_forward_mode() -> bool:
     return forward_mode_level() >= 0 or (inside_functorch() and inside_vmap())
 
 
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Return whether vmap or forward mode is active, or a tensor is a batched gradient. Only torch operations have
+    rules for them."""
+    if inside_vmap_or_forward_mode():
+        return True
+    return not is_compiling() and any(tensor is not None and is_batched_gradient(tensor) for tensor in tensors)
+
+
 def inside_vmap() -> bool:
     """Return whether torch.func.vmap is among the active transforms."""
     return any(level.key().name == "Vmap" for level in torch._C._functorch.get_interpreter_stack() or ())
@@ -130,9 +138,6 @@ is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_ba
 
 # Whether a torch.func transform, which may have ended, has wrapped this tensor.
 is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-
-# Whether the running backward keeps its graph (retain_graph=True); True outside of a backward.
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 # Whether the tensor represents zeros without memory.
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
@@ -281,6 +286,16 @@ def registered_name(group: dist.ProcessGroup) -> str:
     """Return the group's name in torch's registry. `group.group_name` raises for a group that is implemented in Python,
     unless its class overrides getGroupName."""
     return dist.distributed_c10d._get_process_group_name(group)
+
+
+MAX_ALL_TO_ALL_RANKS = 16  # see ranks/collective.py
+
+
+@constant_in_graphs
+def all_to_all_size(group: dist.ProcessGroup) -> int:
+    """Return the number of ranks if short payloads on CPU use all_to_all_single, or 0 if they use all_reduce."""
+    is_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
+    return group.size() if is_gloo and group.size() <= MAX_ALL_TO_ALL_RANKS else 0
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import kernels
+from syncbn import kernels, payload
 from syncbn.arguments import layer_channels
-from syncbn.kernels.interface import TRAILER_ELEMENTS
 from syncbn.layer import UNKNOWN_NUM_RANKS, SyncBatchNorm
 from syncbn.ranks import groups
 from syncbn.texts import quote_path
@@ -41,7 +40,6 @@ TRAINING_INDEX = 5  # Position of the argument `training` of F.batch_norm and to
 # The exceptions for a method that has no source or wraps itself, and for incomplete or too deeply nested source.
 SOURCE_ERRORS = OSError, SyntaxError, TokenError, ValueError, RecursionError, MemoryError
 
-BYTES_PER_ELEMENT = 8  # float64
 BY_TORCH = "synchronised by torch's nn.SyncBatchNorm, on GPUs only"
 
 
@@ -170,7 +168,7 @@ class LayerSummary(NamedTuple):
     kind: str  # Name of the class.
     channels: int  # C
     group_size: int  # Number of ranks; 1 without a process group.
-    forward_bytes: int  # Payload of the forward pass in bytes: 8 * (2C + 4), or 0 in a group of one rank.
+    forward_bytes: int  # Payload of the forward pass in bytes: 8 * (2C + 5), or 0 in a group of one rank.
     backward_bytes: int  # The same for the backward pass.
     last_step: str  # Whether the last training step synchronised; see `summary`.
 
@@ -224,7 +222,7 @@ def summary(model: nn.Module) -> Summary:
 def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
     group_size = groups.size(layer._process_group)
     num_channels = layer_channels(layer)
-    num_bytes = BYTES_PER_ELEMENT * (2 * num_channels + TRAILER_ELEMENTS) if group_size > 1 else 0
+    num_bytes = payload.BYTES_PER_ELEMENT * payload.num_elements(num_channels) if group_size > 1 else 0
     last_step = "compiled" if compiled else _last_eager_step(layer)
     return LayerSummary(name, type(layer).__name__, num_channels, group_size, num_bytes, num_bytes, last_step)
 

@@ -81,7 +81,7 @@ def test_no_input_of_an_operator_is_copied(
     assert "syncbn.forward_sums" in forward
     assert "syncbn.backward_sums" in backward
     # A loop's name lists the operations for which it was generated: a copy's those alone that want it.
-    wants = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)_v3"
+    wants = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)_v4"
     assert not re.findall(rf"cpp_fused(?:_(?:{wants}))+_\d+\b", forward + backward)
     assert not copied
 
@@ -131,7 +131,7 @@ def test_a_relu_is_not_fused() -> None:
         with without_caches():
             y, codes = run_and_get_code(torch.compile(lambda x, f=function, of=layer: f(of(x)), fullgraph=True), x)
             (gradient,) = torch.autograd.grad(y.sin().sum(), x)
-        assert re.search(r"syncbn\.forward_outputs_v3\.default\(.*, False\)", codes[0])
+        assert re.search(r"syncbn\.forward_outputs_v4\.default\(.*, False\)", codes[0])
         torch.testing.assert_close((y, gradient), (expected, expected_gradient))
 
 

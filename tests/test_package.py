@@ -25,7 +25,7 @@ import syncbn
 loaded = set(sys.modules) - modules
 import syncbn.testing, syncbn.__main__
 after, libraries = resources(), len(torch.ops.loaded_libraries)
-operators = hasattr(torch.ops.syncbn, "forward_sums_v3")
+operators = hasattr(torch.ops.syncbn, "forward_sums_v4")
 print(json.dumps([sorted(loaded), before, after, dist.is_initialized(), operators, libraries]))
 """
 

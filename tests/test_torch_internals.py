@@ -71,15 +71,6 @@ def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [cache.get("config", (x, None)) for _ in range(2)] == ["first", "second"]
 
 
-def test_keeps_graph() -> None:
-    seen = [internals.keeps_graph()]
-    y = torch.ones(2, requires_grad=True).sin()
-    y.register_hook(lambda _: seen.append(internals.keeps_graph()))
-    for retain_graph in (True, False):
-        y.sum().backward(retain_graph=retain_graph)
-    assert seen == [True, True, False]
-
-
 selective = partial(create_selective_checkpoint_contexts, [])  # of which nothing is saved
 
 # How a function is called, and which questions are then answered by yes.

@@ -1,12 +1,12 @@
 """Declares the interface of the kernels: two calls for the forward pass, two for the backward pass.
 
-    forward_sums      x -> sum x, sum x^2 and n per channel, local; and the signature
-    forward_outputs   their totals over all ranks -> y, statistics; updates the running statistics
-    backward_sums     dy, x -> sum dy, sum dy * (x - mean) per channel, local; and the signature; grad_weight and
-                      grad_bias of this rank
-    backward_outputs  their totals over all ranks -> grad_x, and the gradient of a residual
+    forward_sums      x -> the payload of this rank (payload.py): sum x, sum x^2 per channel, n, count, signature
+    forward_outputs   the total of all payloads -> y, statistics; updates the running statistics
+    backward_sums     dy, x -> the payload of this rank: sum dy, sum dy * (x - mean) per channel, signature; and
+                      grad_weight and grad_bias of this rank
+    backward_outputs  the total of all payloads -> grad_x, and the gradient of a residual
 
-The caller all_reduces the sums between the two calls of a pass. A back end is a module with two classes, Forward and
+The caller all_reduces the payload between the two calls of a pass. A back end is a module with two classes, Forward and
 Backward, which have the methods declared below:
 
     cpu.py, gpu.py    direct kernels: they read and write the memory of plain tensors, past torch's dispatcher
@@ -27,13 +27,9 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels.layout import Layout
+from syncbn.payload import UNSIGNED
 from syncbn.statistics import N_COPIES
 
-# The sums of each pass end in a trailer of four elements: n in forward or 0 in backward, and three elements of a
-# signature s: 1, s, s^2, or zeros without a signature.
-TRAILER_ELEMENTS, SIGNATURE_ELEMENTS = 4, 3
-UNSIGNED = 0  # for sums without a signature; ranks/sites.py computes signatures, 0 < s < 2^26
-MIXER = 0x9E3779B97F4A7C15 - 2**64  # odd, as an int64; signature_of_call in payload.py multiplies by it
 MAX_CACHED_KERNELS = 4096  # for both passes and all devices together
 
 Inputs: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual
@@ -58,14 +54,16 @@ ONE_VALUE = 3  # a forward has exactly one value per channel
 
 
 class StatusWords(NamedTuple):
-    """Addresses of int64 words in which a GPU kernel stores what it finds in a total. After any fault, kernels write
-    neither running statistics nor the counter."""
+    """Addresses at which a GPU kernel stores what it finds in a total: int64 words for faults, and the id of the call.
+    After any fault, kernels write neither running statistics nor the counter."""
 
     host_address: int  # address of ENDED, FAULT and LOCAL_NOT_FINITE in pinned memory, which the host reads
     device_address: int  # address of a copy of FAULT in the GPU's memory, which later kernels read
     # > 0: the number of this all_reduce. < 0: a constant that identifies layer and pass, in a CUDA graph; kernels then
     # store only faults. 0: there are no status words.
     sequence_number: int
+    # In forward the address of a float64 in the GPU's memory, where the kernel stores the id of the call; otherwise 0.
+    call_id: int = 0
 
 
 class ReluMask(enum.Enum):
@@ -144,9 +142,11 @@ class ForwardKernels(Kernels[ForwardConfig]):
     for_single_rank: "ForwardKernels | None" = None
 
     @abstractmethod
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, status_words: StatusWords | None = None) -> Tensor:
-        """Return float64 (2C + 4,): sum x, sum x^2, n and the signature. `status_words` belong to the all_reduce that
-        follows; only gpu.py reads them, in all methods."""
+    def forward_sums(
+        self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: StatusWords | None = None
+    ) -> Tensor:
+        """Return the payload, with this signature and count unless `signature` is UNSIGNED. `status_words` belong to
+        the all_reduce that follows; only gpu.py reads them, in all methods."""
 
     @abstractmethod
     def forward_outputs(
@@ -163,12 +163,12 @@ class ForwardKernels(Kernels[ForwardConfig]):
 class BackwardKernels(Kernels[BackwardConfig]):
     @abstractmethod
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return float64 (2C + 4,): sum dy, sum dy * (x - mean), 0 and the signature; grad_weight; and grad_bias.
+        """Return the payload, with this signature unless it is UNSIGNED; grad_weight; and grad_bias.
 
-        The signature is mixed with `forward_total`, the total of this call's forward: see signature_of_call in
-        payload.py.
+        `call_id`, (1,), is added to the signature. It is None on a CPU, where `signature` contains the id of the call.
+        cpu.py does not read it.
         """
 
     @abstractmethod

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncbn import payload
 from syncbn.kernels import interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, ReluMask, Saved, StatusWords
+from syncbn.kernels.interface import NO_BUFFERS, Buffers, GradientPair, Inputs, ReluMask, Saved, StatusWords
 from syncbn.kernels.layout import Layout
-from syncbn.kernels.payload import sign
 from syncbn.kernels.select import back_end
+from syncbn.payload import UNSIGNED
 from syncbn.statistics import update_buffers
 from syncbn.torch_internals import Function, require_storage
 
@@ -29,8 +30,10 @@ FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 class Forward(interface.ForwardKernels):
     is_direct = False
 
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, status_words: StatusWords | None = None) -> Tensor:
-        return sign(forward_sums(x, self.config.layout.channel_dim), signature)
+    def forward_sums(
+        self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: StatusWords | None = None
+    ) -> Tensor:
+        return payload.sign(forward_sums(x, self.config.layout.channel_dim), signature, count)
 
     def forward_outputs(
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | Tensor | None = 0.0,
@@ -50,12 +53,12 @@ class Backward(interface.BackwardKernels):
         self.channel_dim, self.relu = config.layout.channel_dim, config.relu_mask is not ReluMask.NONE
 
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, _, statistics, y = saved
         dtypes = self.config.grad_weight_dtype, self.config.grad_bias_dtype
-        sums, *grads = backward_sums(dy, x, y, self.channel_dim, statistics, self.relu, *dtypes)
-        return sign(sums, signature, forward_total), *grads
+        sums, grad_weight, grad_bias = backward_sums(dy, x, y, self.channel_dim, statistics, self.relu, *dtypes)
+        return payload.sign(sums, signature, call_id=call_id), grad_weight, grad_bias
 
     def backward_outputs(
         self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
@@ -84,8 +87,8 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
 
 
 @_operator(
-    "forward_sums_v3(Tensor x, int channel_dim) -> Tensor",
-    fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_ELEMENTS, dtype=torch.float64),
+    "forward_sums_v4(Tensor x, int channel_dim) -> Tensor",
+    fake=lambda x, channel_dim: x.new_empty(payload.num_elements(x.shape[channel_dim]), dtype=torch.float64),
 )
 def forward_sums(x: Tensor, channel_dim: int) -> Tensor:
     layout, [x] = _prepare(x, channel_dim)
@@ -94,7 +97,7 @@ def forward_sums(x: Tensor, channel_dim: int) -> Tensor:
 
 
 @_operator(
-    "forward_outputs_v3(Tensor x, int channel_dim, Tensor total, Tensor? weight, Tensor? bias, Tensor? residual, "
+    "forward_outputs_v4(Tensor x, int channel_dim, Tensor total, Tensor? weight, Tensor? bias, Tensor? residual, "
     "float eps, bool relu) -> (Tensor, Tensor)",
     fake=lambda x, channel_dim, total, weight, bias, residual, eps, relu: (
         torch.empty_like(x),
@@ -112,10 +115,10 @@ def forward_outputs(
 
 
 @_operator(
-    "backward_sums_v3(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, bool relu, "
+    "backward_sums_v4(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, bool relu, "
     "ScalarType? grad_weight_dtype, ScalarType? grad_bias_dtype) -> (Tensor, Tensor?, Tensor?)",
     fake=lambda dy, x, y, channel_dim, statistics, relu, *dtypes: (
-        statistics.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_ELEMENTS),
+        statistics.new_empty(payload.num_elements(x.shape[channel_dim])),
         *(None if dtype is None else x.new_empty(x.shape[channel_dim], dtype=dtype) for dtype in dtypes),
     ),
 )
@@ -130,7 +133,7 @@ def backward_sums(
 
 
 @_operator(
-    "backward_outputs_v3(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor total, Tensor statistics, "
+    "backward_outputs_v4(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor total, Tensor statistics, "
     "Tensor? weight, bool relu, bool needs_residual) -> (Tensor, Tensor?)",
     fake=lambda dy, x, *others: (torch.empty_like(x), torch.empty_like(x) if others[-1] else None),
 )
@@ -176,7 +179,7 @@ def _prepare(
     if layout is None:
         return _prepare(x.clone(), channel_dim, relu_mask, **tensors)
     channels, prepared = layout.sizes[1], list[Any]([x])
-    lengths = {"total": 2 * channels + interface.TRAILER_ELEMENTS}
+    lengths = {"total": payload.num_elements(channels)}
     lengths["statistics"] = interface.num_statistics(channels, relu_mask)
     for name, tensor in tensors.items():
         if tensor is None:

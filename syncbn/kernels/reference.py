@@ -1,6 +1,8 @@
 """Defines the kernels as torch operations, which run on every device. Other back ends must compute the same results.
 
-Autograd, torch.func and compilers can trace these operations. They make float64 copies of whole tensors.
+Autograd, torch.func and compilers can trace these operations on whole tensors. Otherwise the operations run on one
+chunk of the tensors after another, see `_chunks`: a float64 copy of a whole tensor would need more memory and, on CPUs,
+2 to 4 times as long.
 
 Tensors      x is non-overlapping and dense, and viewed as (outer, C, inner), see layout.py. dy, y and the
              residual have the shape, dtype and layout of x. Sums, totals and statistics are float64, packed as in
@@ -15,23 +17,38 @@ Elementwise  Operations on elements compute in float32, or in float64 for float6
              float32 coefficient b of backward_outputs underflows, and the gradient loses the term of the variance.
 """
 
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 import torch
 from torch import Tensor
 
+from syncbn import payload
 from syncbn.kernels import interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, ReluMask, Saved, StatusWords
-from syncbn.kernels.payload import sign
+from syncbn.kernels.interface import NO_BUFFERS, Buffers, GradientPair, Inputs, ReluMask, Saved, StatusWords
+from syncbn.payload import UNSIGNED
 from syncbn.statistics import N_COPIES, compute_dtype, from_sums, unpack, update_buffers
+from syncbn.torch_internals import PLAIN_OR_NONE, is_compiling, is_transformed
+
+AnyConfig: TypeAlias = interface.ForwardConfig | interface.BackwardConfig
+
+CHUNK_ELEMENTS = 2**18  # on CPUs: 2 MB in float64, which fit in the caches
+GPU_CHUNK_ELEMENTS = 2**24  # 128 MB in float64; with smaller chunks the launches would take most of the time
 
 
 class Forward(interface.ForwardKernels):
     is_direct = False
 
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, status_words: StatusWords | None = None) -> Tensor:
-        wide, (outer, _, inner) = self.config.layout.fold(x).to(torch.float64), self.config.layout.sizes
-        sums = torch.cat((channel_sums(wide), channel_sums(wide.square())))
-        trailer = sums.new_full((1,), outer * inner), sums.new_zeros(interface.SIGNATURE_ELEMENTS)
-        return sign(torch.cat((sums, *trailer)), signature)
+    def forward_sums(
+        self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: StatusWords | None = None
+    ) -> Tensor:
+        def terms(x: Tensor) -> tuple[Tensor, Tensor]:
+            wide = x.to(torch.float64)
+            return wide, wide.square()
+
+        sums, (outer, _, inner) = _reduce(self.config, terms, x), self.config.layout.sizes
+        return payload.sign(payload.from_sums(sums, outer * inner), signature, count)
 
     def forward_outputs(
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | Tensor | None = 0.0,
@@ -43,17 +60,20 @@ class Forward(interface.ForwardKernels):
         center from an x near the mean is exact.
         """
         (x, weight, bias, residual), config = inputs, self.config
-        statistics = from_sums(total[: -interface.SIGNATURE_ELEMENTS], config.eps)
+        statistics = from_sums(payload.sums_and_num_values(total), config.eps)
         mean, _, invstd, _ = unpack(statistics, config.layout.sizes[1])
         _, rest = _split_mean(mean, x.dtype)
         scale = invstd if weight is None else invstd * weight.double()
         shift = -rest * scale if bias is None else bias.double() - rest * scale
         if config.relu_mask is ReluMask.FROM_X:
             statistics = torch.cat((statistics, scale, shift))
-        y = _normalize(config.layout.fold(x), mean, scale, shift)
-        y = y if residual is None else y + config.layout.fold(residual)
-        y = y.relu() if config.relu else y
-        y = _like(x, y, config)
+
+        def normalize(x: Tensor, residual: Tensor | None) -> Tensor:
+            y = _normalize(x, mean, scale, shift)
+            y = y if residual is None else y + residual
+            return y.relu() if config.relu else y
+
+        y = _map_elements(config, normalize, x, residual)
         update_buffers(*buffers, statistics, momentum)
         return y, statistics, True
 
@@ -62,21 +82,25 @@ class Backward(interface.BackwardKernels):
     is_direct = False
 
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the sums, grad_weight = sum dy * (x - mean) * invstd, and grad_bias = sum dy.
 
         The gradients do not share memory with the sums, which an all_reduce overwrites.
         """
-        (_, _, statistics, _), (x, dy, y), config = saved, self._fold(dy, saved), self.config
+        (x, _, statistics, y), config = saved, self.config
         mean, _, invstd, _ = unpack(statistics, config.layout.sizes[1])
-        wide_dy = apply_relu_mask(config, dy, x, y, statistics).double()
-        sum_dy, sum_dy_xmu = channel_sums(wide_dy), channel_sums(wide_dy * subtract_mean(x, mean))
+
+        def terms(x: Tensor, dy: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+            wide_dy = apply_relu_mask(config, dy, x, y, statistics).double()
+            return wide_dy, wide_dy * subtract_mean(x, mean)
+
+        sums = _reduce(config, terms, x, dy, y)
+        sum_dy, sum_dy_xmu = sums.chunk(2)
         weight_dtype, bias_dtype = config.grad_weight_dtype, config.grad_bias_dtype
         grad_weight = None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype)
-        grad_bias = None if bias_dtype is None else sum_dy.to(bias_dtype)
-        sums = torch.cat((sum_dy, sum_dy_xmu, sum_dy.new_zeros(interface.TRAILER_ELEMENTS)))
-        return sign(sums, signature, forward_total), grad_weight, grad_bias
+        grad_bias = None if bias_dtype is None else sum_dy.clone().to(bias_dtype)
+        return payload.sign(payload.from_sums(sums), signature, call_id=call_id), grad_weight, grad_bias
 
     def backward_outputs(
         self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
@@ -85,24 +109,60 @@ class Backward(interface.BackwardKernels):
 
         grad_x is computed as dy * a + (x - center) * b + c. The means are the sums of all ranks divided by n.
         """
-        (like_x, weight, statistics, _), (x, dy, y), config = saved, self._fold(dy, saved), self.config
+        (x, weight, statistics, y), config = saved, self.config
         mean, _, invstd, num_values = unpack(statistics, config.layout.sizes[1])
         narrow_mean, rest = _split_mean(mean, x.dtype)
-        mean_dy, mean_dy_xmu = (total[: -interface.TRAILER_ELEMENTS] / num_values.clamp(min=1)).chunk(2)
+        mean_dy, mean_dy_xmu = (payload.sums(total) / num_values.clamp(min=1)).chunk(2)
         wide_a = invstd if weight is None else invstd * weight.double()
         wide_b = -wide_a * invstd.square() * mean_dy_xmu
         center, a, b, c = _to_columns(narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
-        grad_x = grad_residual = None
-        dy = apply_relu_mask(config, dy, x, y, statistics)
-        if config.needs_x:
-            grad_x = _like(like_x, dy.to(center.dtype) * a + (x.to(center.dtype) - center) * b + c, config)
-        if config.needs_residual:
-            grad_residual = _like(like_x, dy, config)
-        return grad_x, grad_residual
 
-    def _fold(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor | None]:
-        (x, _, _, y), fold = saved, self.config.layout.fold
-        return fold(x), fold(dy), None if y is None else fold(y)
+        def masked_dy(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
+            return apply_relu_mask(config, dy, x, y, statistics)
+
+        def input_gradient(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
+            return masked_dy(x, dy, y).to(center.dtype) * a + (x.to(center.dtype) - center) * b + c
+
+        grad_residual = _map_elements(config, masked_dy, x, dy, y) if config.needs_residual else None
+        return _map_elements(config, input_gradient, x, dy, y) if config.needs_x else None, grad_residual
+
+
+def _reduce(config: AnyConfig, terms: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor | None) -> Tensor:
+    """Return the per-channel sums, float64 (2C,), of the two results of `terms`, called with the folded tensors."""
+    first, *rest = [torch.cat([*map(channel_sums, terms(*chunk))]) for chunk in _chunks(config, *tensors)]
+    return sum(rest, first)
+
+
+def _map_elements(config: AnyConfig, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
+    """Call `function` with the folded tensors. Return its result with the shape, dtype and strides of x.
+
+    The result is not a view, because autograd forbids in-place changes of a view that a Function returns.
+    """
+    chunks = _chunks(config, x, *others)
+    if len(chunks) == 1:
+        return config.layout.unfold(function(*chunks[0]), x.shape).to(x.dtype, copy=True)
+    result = torch.empty_like(x)
+    for (target,), chunk in zip(_chunks(config, result), chunks, strict=True):
+        target.copy_(function(*chunk))
+    return result
+
+
+def _chunks(config: AnyConfig, *tensors: Tensor | None) -> list[list[Any]]:
+    """Fold the tensors to (outer, channel, inner), and return views of one chunk after another. Where operations are
+    traced or differentiated, the whole tensors are a single chunk."""
+    folded = [None if tensor is None else config.layout.fold(tensor) for tensor in tensors]
+    are_plain = PLAIN_OR_NONE.issuperset(map(type, tensors))
+    if is_compiling() or torch.is_grad_enabled() or not are_plain or is_transformed(*tensors):
+        return [folded]
+    outer, channels, inner = config.layout.sizes
+    max_elements = CHUNK_ELEMENTS if config.device.type == "cpu" else GPU_CHUNK_ELEMENTS
+    rows = max(1, max_elements // max(1, channels * inner))
+    columns = max(1, max_elements // max(1, channels * rows))
+    starts = itertools.product(range(0, max(1, outer), rows), range(0, max(1, inner), columns))
+    return [
+        [None if one is None else one[row : row + rows, :, column : column + columns] for one in folded]
+        for row, column in starts
+    ]
 
 
 def channel_sums(values: Tensor) -> Tensor:
@@ -113,12 +173,6 @@ def channel_sums(values: Tensor) -> Tensor:
 def subtract_mean(x: Tensor, mean: Tensor) -> Tensor:
     """Return x - mean in float64 for a folded x."""
     return x.double() - mean[:, None]
-
-
-def _like(x: Tensor, folded: Tensor, config: interface.ForwardConfig | interface.BackwardConfig) -> Tensor:
-    """Return a copy of folded values with the shape, dtype and strides of x. The result is not a view, because autograd
-    forbids in-place changes of a view that a Function returns."""
-    return config.layout.unfold(folded, x.shape).to(x.dtype, copy=True)
 
 
 def apply_relu_mask(

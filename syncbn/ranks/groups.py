@@ -7,8 +7,9 @@ one of
     GlobalRanks  a ProcessGroup: its global ranks, and a handle that deepcopy shares and pickle drops
 
 `to_spec` turns the user's `process_group` argument into a spec, and `to_user` converts the spec back. The spec of a
-layer may be a group that does not contain this rank; training the layer then raises ValueError. `make` is a collective:
-ALL ranks of the default group must call it, in the same order. No other function here communicates.
+layer may be a group that does not contain this rank; training the layer then raises ValueError. `make_groups` is a
+collective: ALL ranks of the default group must call it, in the same order. Only `resolve` and
+`create_syncbn_process_group` call it too; no other function here communicates.
 """
 
 import os
@@ -18,6 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from syncbn.ranks.collective import Collective
+from syncbn.ranks.sites import FunctionCaller, call_site
 from syncbn.texts import find_frame, warn, warn_once
 from syncbn.torch_internals import constant_in_graphs, existing_groups, group_device, group_timeout
 
@@ -61,7 +64,6 @@ def _refresh_handle(spec: GlobalRanks) -> None:
 
 
 THIS_RANK_ALONE = 1  # the spec of a group of one rank, for which no ProcessGroup is created
-MAX_ALL_TO_ALL_RANKS = 16
 MAX_GROUP_SIZE = 2**31 - 1  # Larger sizes are sent as this size, because a Python int may not fit into an int64.
 GroupSpec: TypeAlias = int | GlobalRanks | None
 ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # the types that a user may pass
@@ -145,13 +147,6 @@ def size(spec: GroupSpec) -> int:
     return spec if isinstance(spec, int) else len(spec.ranks)
 
 
-@constant_in_graphs
-def all_to_all_size(group: dist.ProcessGroup) -> int:
-    """Return the number of ranks if short payloads on CPU use all_to_all_single, or 0 if they use all_reduce."""
-    is_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
-    return group.size() if is_gloo and group.size() <= MAX_ALL_TO_ALL_RANKS else 0
-
-
 def to_torch(spec: GroupSpec) -> dist.ProcessGroup | int | None:
     """Return the group of `spec` as nn.SyncBatchNorm stores it. **Raises** RuntimeError if the group does not exist."""
     if spec is None or dist.group.WORLD is None:
@@ -163,29 +158,6 @@ def to_torch(spec: GroupSpec) -> dist.ProcessGroup | int | None:
         remedy = f"call syncbn.create_syncbn_process_group({spec!r}) on all ranks first"
         raise RuntimeError(f"the groups of process_group={spec!r} have not been created; {remedy}")
     return group
-
-
-def make(size: int, default_group: dist.ProcessGroup) -> None:
-    """Create groups of `size` consecutive ranks. This is a collective over ALL ranks of the default group.
-
-    **Raises** ValueError on every rank if the ranks pass different sizes, or if the number of ranks is not a multiple
-    of the size.
-    """
-    sent = torch.tensor([min(size, MAX_GROUP_SIZE)], device=group_device(default_group))
-    received = [torch.empty_like(sent) for _ in range(default_group.size())]
-    default_group.allgather([received], [sent]).wait()
-    sizes = [int(received_size) for received_size in received]
-    if len(set(sizes)) > 1:
-        each = ", ".join(f"rank {rank} for {group_size}" for rank, group_size in enumerate(sizes))
-        raise ValueError(f"the ranks ask for different process groups: {each}; pass the same number on all ranks")
-    world_size = default_group.size()
-    if world_size % size:
-        values = f"{world_size} ranks do not divide into groups of {size}"
-        remedy = "pass a divisor, or a ProcessGroup of dist.new_group"
-        raise ValueError(f"the number of ranks must be a multiple of the group size: {values}; {remedy}")
-    is_default = size == world_size
-    group = None if is_default else dist.new_subgroups(size, timeout=group_timeout(default_group))[0]
-    _groups_by_size.setdefault(default_group, {})[size] = group
 
 
 missing_group_is_known = False  # not functools.cache, of which Dynamo warns in the frames after a graph break
@@ -207,3 +179,75 @@ def warn_of_missing_group() -> None:
 def warn_in_data_parallel() -> None:
     why = "the layer runs in nn.DataParallel, which has threads but no ranks"
     warn_once(f"syncbn is not synchronising: {why}. Use DistributedDataParallel, launched by torchrun.")
+
+
+def resolve(spec: GroupSpec) -> dist.ProcessGroup | None:
+    """Return the group of `spec`, or None for a group of one rank and before init_process_group.
+
+    The first call with an int above 1 creates the groups. **Raises** the errors of `lookup` and `make_groups`.
+    """
+    if spec == THIS_RANK_ALONE:
+        return None
+    make_groups(spec)
+    group = lookup(spec)
+    if not dist.is_initialized() and not missing_group_is_known:
+        warn_of_missing_group()
+    return None if group is None or group.size() == 1 else group
+
+
+def make_groups(spec: GroupSpec) -> None:
+    """If `spec` is an int above 1, create its groups unless they exist. **Raises** the errors of `_make_groups`."""
+    if isinstance(spec, int) and spec != THIS_RANK_ALONE:
+        _make_groups(spec)
+
+
+def _make_groups(spec: int) -> None:
+    """Create the groups of `spec` ranks each, unless they exist. This is a collective over ALL ranks of the default
+    group; reports of positions show it. **Raises** the errors of `_make`."""
+    default_group = dist.group.WORLD
+    if default_group is not None and lookup(spec) is None:
+        caller = FunctionCaller(f"the creation of groups for process_group={spec!r}", is_signed=False)
+        with Collective(call_site(caller, default_group), 1, "creation"):
+            _make(spec, default_group)
+
+
+def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
+    """Return this rank's group of `group_size` consecutive ranks, like apex's function of the same name. Return None,
+    which stands for the default group, if `group_size` is 0.
+
+    The first call with each size is a collective over all ranks of the default group.
+
+    **Raises** ValueError if `group_size` is not an int or is negative, or if the number of ranks is not a multiple of
+    it; RuntimeError before init_process_group.
+    """
+    if group_size == 0:
+        return None
+    if not isinstance(group_size, int) or group_size < 0:
+        raise ValueError(f"group_size must be an int that is not negative, got {group_size!r}")
+    if dist.group.WORLD is None:
+        raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
+    _make_groups(group_size)
+    return lookup(group_size)
+
+
+def _make(size: int, default_group: dist.ProcessGroup) -> None:
+    """Create groups of `size` consecutive ranks. This is a collective over ALL ranks of the default group.
+
+    **Raises** ValueError on every rank if the ranks pass different sizes, or if the number of ranks is not a multiple
+    of the size.
+    """
+    sent = torch.tensor([min(size, MAX_GROUP_SIZE)], device=group_device(default_group))
+    received = [torch.empty_like(sent) for _ in range(default_group.size())]
+    default_group.allgather([received], [sent]).wait()
+    sizes = [int(received_size) for received_size in received]
+    if len(set(sizes)) > 1:
+        each = ", ".join(f"rank {rank} for {group_size}" for rank, group_size in enumerate(sizes))
+        raise ValueError(f"the ranks ask for different process groups: {each}; pass the same number on all ranks")
+    world_size = default_group.size()
+    if world_size % size:
+        values = f"{world_size} ranks do not divide into groups of {size}"
+        remedy = "pass a divisor, or a ProcessGroup of dist.new_group"
+        raise ValueError(f"the number of ranks must be a multiple of the group size: {values}; {remedy}")
+    is_default = size == world_size
+    group = None if is_default else dist.new_subgroups(size, timeout=group_timeout(default_group))[0]
+    _groups_by_size.setdefault(default_group, {})[size] = group

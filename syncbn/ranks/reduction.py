@@ -1,24 +1,14 @@
-"""Sums payloads over the ranks of a call, with one all_reduce in each pass.
+"""Runs the pass of a call: local sums, one all_reduce over the ranks, outputs.
 
 A `Reduction` is selected once for each call: `OneRank`, `EagerReduction` for a group in eager mode, or `GraphReduction`
-for a group in a compiled graph.
+for a group in a compiled graph. `Reduction.forward` and `Reduction.backward` are the two passes of every training call,
+whatever its kernels. Each pass sends one payload, see payload.py. It issues exactly one collective if the group has two
+or more ranks, and none otherwise. The collective is an all_reduce, or an all_to_all_single in small groups of gloo, see
+collective.py.
 
-W ranks; C channels; n_r values per channel on rank r.
-
-| pass     | sent by rank r                              | elements | received by every rank    |
-|----------|---------------------------------------------|----------|---------------------------|
-| forward  | S_r = sum x, Q_r = sum x^2, trailer         | 2C + 4   | their sums over all ranks |
-| backward | sum dy, sum dy * (x - mean), trailer        | 2C + 4   | their sums over all ranks |
-
-All elements are float64, and the sums are not centred, so uneven and empty ranks are not special cases. Each pass
-issues exactly one collective if the group has two or more ranks, and none otherwise. The collective is an all_reduce,
-or an all_to_all_single in small groups of gloo, see collective.py. A rank with a bad argument cannot compute its sums
-but must not leave the other ranks waiting: it joins the all_reduce of the forward with zeros and n_r = NaN, so every
-rank receives n = NaN.
-
-The trailer has four elements: n in forward and 0 in backward, and a signature, see sites.py. On CPU every rank reads
-the trailer of the total, which shows whether the ranks are in different layers; report.py makes the error that all
-ranks raise. On a GPU a kernel reads the trailer, and every rank raises the error some calls later, see status.py.
+On a CPU every rank reads the trailer of the total, which shows whether the ranks are in different layers or a rank has
+a bad argument; report.py makes the error that all ranks raise. On a GPU a kernel reads the trailer, and every rank
+raises the error some calls later, see status.py.
 """
 
 import contextlib
@@ -32,11 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncbn import payload
 from syncbn.kernels import select
 from syncbn.kernels.interface import (
     NO_BUFFERS,
-    TRAILER_ELEMENTS,
-    UNSIGNED,
     BackwardKernels,
     Buffers,
     ForwardKernels,
@@ -45,21 +34,24 @@ from syncbn.kernels.interface import (
     Saved,
     StatusWords,
 )
-from syncbn.kernels.payload import sign, with_num_values
+from syncbn.payload import COUNT, IS_SIGNED, MAX_COUNT, NUM_IDS, NUM_VALUES, SIGNATURE, SQUARE, TRAILER, UNSIGNED
 from syncbn.ranks import groups, report
 from syncbn.ranks.collective import Collective, all_reduce
-from syncbn.ranks.groups import GroupSpec, all_to_all_size
-from syncbn.ranks.sites import Caller, FunctionCaller, Signatures, Site, call_site
+from syncbn.ranks.groups import GroupSpec, resolve
+from syncbn.ranks.sites import Caller, Site, call_site
 from syncbn.ranks.status import StreamStatus, captured_sequence_number, status_of
 from syncbn.texts import ONE_VALUE_PER_CHANNEL
 from syncbn.torch_internals import (
+    PLAIN_CLASSES,
+    all_to_all_size,
     constant_in_graphs,
+    current_backward,
     current_dispatch_mode,
     is_compiling,
     is_exporting,
     is_jit_tracing,
+    is_transformed,
     is_wrapped,
-    keeps_graph,
     stream_handle,
 )
 
@@ -69,13 +61,10 @@ class Reduction(ABC):
 
     group: dist.ProcessGroup | None  # None for one rank
     num_ranks: int | None  # None in a compiled graph, where it is unused
-    signatures: Signatures | None = None  # None: the payloads are not signed
     has_begun = False  # whether this rank has begun an all_reduce of this call
-    # The total of the forward; None for one rank. It is set to None after a backward without retain_graph: a loss that
-    # the program stores would otherwise keep the total alive.
-    forward_total: Tensor | None = None
     # Whether the ranks, or kernels on their GPUs, read the trailer of a total. Only then may a rank send n = NaN.
     reads_trailer = False
+    forward_signature, call_number = UNSIGNED, 0  # what this rank signs in forward, and its count
 
     def forward(
         self, kernels: ForwardKernels, inputs: Inputs, num_values: Tensor | None, buffers: Buffers = NO_BUFFERS,
@@ -86,67 +75,69 @@ class Reduction(ABC):
         `num_values`, of shape (), is the n of this rank if a mask has been applied, else None.
         """
         x, (outer, _, inner) = inputs[0], kernels.config.layout.sizes
-        status_words = self.status_words("forward", x.device) if x.is_cuda else None
-        signature = UNSIGNED if self.signatures is None else self.signatures["forward", x.dtype]
-        sums = kernels.forward_sums(x, signature, status_words)
+        status_words = self.status_words("forward", x) if x.is_cuda else None
+        sums = kernels.forward_sums(x, self.forward_signature, self.call_number, status_words)
         if num_values is not None:  # Masked values are 0 in the sums, but the kernel has counted them in n.
-            sums = with_num_values(sums, num_values)
-        total = self.all_reduce(sums, "forward", status_words, kernels.is_direct)
+            sums = payload.with_num_values(sums, num_values)
+        total = (self.all_reduce if kernels.is_direct else self.dispatched_all_reduce)(sums, "forward", status_words)
         if outer * inner < 2 or num_values is not None:  # Otherwise this rank has two or more values per channel.
-            is_known = self.group is None and num_values is None
-            require_two_values(outer * inner if is_known else total[-TRAILER_ELEMENTS], x)
+            require_two_values(x, total, outer * inner if self.group is None and num_values is None else None)
         y, statistics, is_finite = kernels.forward_outputs(inputs, total, buffers, momentum, status_words)
         if not is_finite:  # The all_reduce may have overwritten the local sums, so they are computed again.
             self.warn_unless_finite(kernels.forward_sums(x))
         return y, statistics
 
-    def backward(
-        self, kernels: BackwardKernels, dy: Tensor, saved: Saved, num_values: Tensor | None = None
-    ) -> Gradients:
+    def backward(self, kernels: BackwardKernels, dy: Tensor, saved: Saved) -> Gradients:
         """Return the gradients of x, weight, bias and, if a relu follows the residual, of the residual: local sums, one
         all_reduce, outputs. The all_reduce is issued whichever gradients are needed, because another rank may need the
-        sums.
-
-        If the n in the saved statistics is a placeholder of 1, pass the n of this rank as `num_values`, of shape ().
-        The all_reduce then sums `num_values` too.
-        """
-        x = saved[0]
-        status_words = self.status_words("backward", x.device) if x.is_cuda else None
-        signature = UNSIGNED if self.signatures is None else self.signatures["backward", x.dtype]
-        sums, grad_weight, grad_bias = kernels.backward_sums(dy, saved, signature, self.forward_total)
-        if num_values is not None:
-            sums = with_num_values(sums, num_values)
-        total = self.all_reduce(sums, "backward", status_words, kernels.is_direct)
-        if num_values is not None:
-            total = total / total[-TRAILER_ELEMENTS].clamp(min=1)
-        if self.forward_total is not None and not keeps_graph():  # No other backward follows; release the total.
-            self.forward_total = None
+        sums."""
+        status_words = self.status_words("backward", dy) if dy.is_cuda else None
+        signature = self.signature("backward") if self.reads_trailer else (UNSIGNED, None)
+        sums, grad_weight, grad_bias = kernels.backward_sums(dy, saved, *signature)
+        total = (self.all_reduce if kernels.is_direct else self.dispatched_all_reduce)(sums, "backward", status_words)
         grad_x, grad_residual = kernels.backward_outputs(dy, saved, total, status_words)
         return grad_x, grad_weight, grad_bias, grad_residual
 
     @abstractmethod
     def all_reduce(
-        self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None, is_direct: bool = True,
-        error: Exception | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return the sum of `payload` over the ranks. `payload` ends in a signed trailer and may be overwritten.
+        self, sent: Tensor, pass_name: str, status_words: StatusWords | None = None, use_operator: bool = False
+    ) -> Tensor:
+        """Return the total of the payload `sent` over the ranks. `sent` may be overwritten.
 
-        `status_words`: a GPU kernel checks the total; without them the host checks a total on a CPU. `is_direct`: the
-        kernels before and after the all_reduce are direct, so that no dispatch mode is active, and they make these
-        checks. `error`: the argument error of this rank, which sends n = NaN and raises this error, or None.
+        `status_words`: a GPU kernel checks the total; without them the host checks a total on a CPU. `use_operator`:
+        see collective.py.
 
         **Raises** RuntimeError if the all_reduce fails or the ranks are in different layers or passes; ValueError or
         TypeError with the errors of all ranks if a rank has a bad argument.
         """
 
-    def sign_and_all_reduce(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
-        """Sign the trailer of the float64 `sums`, which no kernel has signed, and return the result of `all_reduce`."""
-        return self.all_reduce(sums, pass_name)
+    def dispatched_all_reduce(self, sent: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
+        """Return the result of `all_reduce`, and make the checks that direct kernels make themselves: on a GPU those of
+        the total; whether the sums of a forward are finite."""
+        return self.all_reduce(sent, pass_name)
 
-    def status_words(self, pass_name: str, device: torch.device) -> StatusWords | None:
-        """Return the status words for an all_reduce on a GPU if kernels there check totals, else None. **Raises** the
-        fault of an earlier total."""
+    def sign_and_all_reduce(self, sent: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+        """Sign the payload `sent`, which no kernel has signed, and return the result of `all_reduce`. `error`: the
+        argument error of this rank, which sends n = NaN and raises this error, or None."""
+        return self.all_reduce(sent, pass_name)
+
+    def signature(self, pass_name: str) -> tuple[int, Tensor | None]:
+        """Return what this rank signs in a pass after the forward: its signature, which on a CPU contains the id of the
+        call, and on a GPU that id."""
+        return UNSIGNED, None
+
+    def status_words(self, pass_name: str, x: Tensor) -> StatusWords | None:
+        """Return the status words for an all_reduce on the GPU of x if kernels there check totals, else None.
+        **Raises** the fault of an earlier total."""
         return None
+
+    def refuse_transforms(self, *tensors: Tensor | None) -> None:
+        """**Raises** RuntimeError inside vmap and forward mode over several ranks."""
+        if self.group is not None and is_transformed(*tensors):
+            raise RuntimeError(
+                "torch.func.vmap, forward mode (jvp) and is_grads_batched=True are not supported over several ranks; "
+                "loop over samples or gradients, use torch.autograd.functional, or set process_group=1"
+            )
 
     # The methods below do nothing for one rank and in compiled graphs.
 
@@ -167,8 +158,8 @@ class OneRank(Reduction):
     group = None
     num_ranks = 1
 
-    def all_reduce(self, payload: Tensor, pass_name: str, *_: object) -> Tensor:
-        return payload
+    def all_reduce(self, sent: Tensor, pass_name: str, *_: object) -> Tensor:
+        return sent
 
 
 ONE_RANK = OneRank()
@@ -179,17 +170,30 @@ class EagerReduction(Reduction):
 
     group: dist.ProcessGroup
     reads_trailer = True
+    # The id of the call, see payload.py: on a CPU an int, on a GPU float64 (1,), which a kernel writes. None: no id.
+    call_id: int | Tensor | None = None
+    argument_error: Exception | None = None  # the `error` of sign_and_all_reduce, while that method runs
     # Set by `status_words`, which passes its sequence number to kernels; cleared when `all_reduce` begins it. GPU only.
     pending_collective: Collective | None = None
     status: StreamStatus  # the status words of the stream, on a GPU
 
-    def __init__(self, group: dist.ProcessGroup, site: Site, dtype: torch.dtype | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, site: Site, dtype: torch.dtype | None, in_backward: bool) -> None:
         site.num_calls += 1
         self.group, self.site, self.call_number, self.dtype = group, site, site.num_calls, dtype
-        self.num_ranks, self.signatures = site.group_state.num_ranks, site.signatures
+        self.num_ranks, self.signatures, self.in_backward = site.group_state.num_ranks, site.signatures, in_backward
+        self.forward_signature = site.signatures["forward", dtype]
 
-    def status_words(self, pass_name: str, device: torch.device) -> StatusWords | None:
-        if not select.checks_totals(device):
+    def signature(self, pass_name: str) -> tuple[int, Tensor | None]:
+        if self.call_id is None or self.in_backward:
+            return UNSIGNED, None
+        signature = self.signatures[pass_name, self.dtype]
+        if isinstance(self.call_id, Tensor):
+            return signature, self.call_id
+        return signature and signature + self.call_id, None
+
+    def status_words(self, pass_name: str, x: Tensor) -> StatusWords | None:
+        device = x.device
+        if type(x) not in PLAIN_CLASSES or not select.checks_totals(device):  # A FakeTensor has no memory.
             return None
         site, stream = self.site, stream_handle(device)
         status = status_of(site.group_state).streams.get((device, stream))
@@ -197,70 +201,69 @@ class EagerReduction(Reduction):
             if stream is None:
                 return None
             status = StreamStatus(site, device, stream)
-        self.status = status
+        self.status, address = status, 0
+        if pass_name == "forward":
+            self.call_id = torch.empty(1, dtype=torch.float64, device=device)
+            address = self.call_id.data_ptr()
         if stream is None:
-            return status.status_words(captured_sequence_number(site, pass_name))
+            return status.status_words(captured_sequence_number(site, pass_name), address)
         collective, state = self.pending_collective, site.group_state
         # If the last pass raised before its all_reduce, its collective is still pending: the other ranks wait in it.
         if collective is None:
             collective = self.pending_collective = self.new_collective(pass_name)
             collective.sequence_number = state.num_collectives = state.num_collectives + 1
-        return status.status_words(collective.sequence_number)
+        return status.status_words(collective.sequence_number, address)
 
     def all_reduce(
-        self, payload: Tensor, pass_name: str, status_words: StatusWords | None = None, is_direct: bool = True,
-        error: Exception | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, sent: Tensor, pass_name: str, status_words: StatusWords | None = None, use_operator: bool = False
+    ) -> Tensor:
         collective = self.pending_collective or Collective(self.site, self.call_number, pass_name, self.dtype)
-        self.pending_collective = fault = None
-        self.has_begun, is_forward = True, pass_name == "forward"
-        if self.call_number == 1 and is_forward:
-            self.site.write_call((len(payload) - TRAILER_ELEMENTS) // 2)
-        local = None if is_direct else payload.clone()  # because the all_reduce may overwrite `payload`
+        self.pending_collective, self.has_begun = None, True
+        faults = list[Exception]()  # The traceback of a fault refers to this frame, which must not refer to the fault.
+        if self.call_number == 1 and pass_name == "forward":
+            self.site.write_call(payload.num_channels(sent))
         with collective:
             if status_words is not None and status_words.sequence_number > 0:
                 self.status.recent.append(collective)
-            use_operator = local is not None and current_dispatch_mode() is not None
-            total = all_reduce(payload, self.group, self.site.all_to_all_size, use_operator)
+            total = all_reduce(sent, self.group, self.site.all_to_all_size, use_operator)
             if status_words is None and total.is_cpu and type(total) is Tensor:  # not a FakeTensor, which has no values
-                n, num_signed, signatures, squares = total[-TRAILER_ELEMENTS:].tolist()
-                ranks_differ = num_signed * squares != signatures * signatures
-                if ranks_differ or n != n:
-                    fault = _diagnose(collective, total, ranks_differ, error)
-        if is_forward:
-            self.forward_total = total
-        if local is not None and fault is None:
-            fault = self._check(total, local if is_forward else None, status_words, error)
-        if fault is None:
-            return total
-        try:  # outside of the `with` block, which would report a failed collective
-            raise fault
-        finally:  # The traceback refers to this frame. The reference cycle would keep the group and gloo's threads.
-            del fault, error
+                trailer = total[TRAILER].tolist()
+                if pass_name == "forward" and 0 < trailer[IS_SIGNED] <= trailer[COUNT] < MAX_COUNT:
+                    self.call_id = int(trailer[COUNT] // trailer[IS_SIGNED] % NUM_IDS)
+                ranks_differ = trailer[IS_SIGNED] * trailer[SQUARE] != trailer[SIGNATURE] * trailer[SIGNATURE]
+                if ranks_differ or trailer[NUM_VALUES] != trailer[NUM_VALUES]:
+                    faults = _diagnose(collective, total, ranks_differ, self.argument_error)
+        if faults:  # after the `with` block, which would report a failed collective
+            raise faults.pop()
+        return total
 
-    def _check(
-        self, total: Tensor, local: Tensor | None, status_words: StatusWords | None, error: Exception | None
-    ) -> Exception | None:
-        """Make the checks that direct kernels make themselves, and return `error`. `local`: the sums of this rank in a
-        forward, else None."""
+    def dispatched_all_reduce(self, sent: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
+        local = sent.clone()  # because the all_reduce may overwrite `sent`
+        is_forward, use_operator = pass_name == "forward", current_dispatch_mode() is not None
+        total = self.all_reduce(sent, pass_name, status_words, use_operator)
         if status_words is not None:
-            if error is not None:
-                self.status.write_report(status_words.sequence_number, error)
-            needs_two_values = local is not None and self.site.needs_two_values
-            select.check_total(total, needs_two_values, status_words, local)
-            return error
+            needs_two_values = is_forward and self.site.needs_two_values
+            select.check_total(total, needs_two_values, status_words, local if is_forward else None)
         # `all_finite` tests a Python list, because a dispatch mode would intercept operators.
-        if local is not None and local.is_cpu and type(local) is Tensor and not all_finite(total):
+        elif is_forward and local.is_cpu and type(local) is Tensor and not all_finite(total):
             self.warn_unless_finite(local)
-        return None
+        return total
 
-    def sign_and_all_reduce(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
-        plain_cuda = type(sums) is Tensor and sums.is_cuda
-        status_words = self.status_words(pass_name, sums.device) if plain_cuda else None
-        payload = sign(sums, self.signatures[pass_name, self.dtype], self.forward_total)
+    def sign_and_all_reduce(self, sent: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+        status_words = self.status_words(pass_name, sent) if sent.is_cuda else None
+        if pass_name == "forward":
+            signed = payload.sign(sent, self.forward_signature, self.call_number)
+        else:
+            signature, call_id = self.signature(pass_name)
+            signed = payload.sign(sent, signature, call_id=call_id)
+        self.argument_error = error
         try:
-            return self.all_reduce(payload, pass_name, status_words, False, error)
-        finally:  # see `all_reduce`
+            total = self.dispatched_all_reduce(signed, pass_name, status_words)
+            if status_words is not None and error is not None:
+                self.status.write_report(status_words.sequence_number, error)
+            return total
+        finally:  # The traceback of `error` may refer to this frame, and to this reduction, which keeps the group.
+            self.argument_error = None
             del error
 
     def warn_unless_finite(self, sums: Tensor) -> None:
@@ -282,19 +285,19 @@ class EagerReduction(Reduction):
         return Collective(self.site, self.call_number, pass_name, self.dtype)
 
 
-def require_two_values(num_values: Tensor | float, x: Tensor) -> None:
+def require_two_values(x: Tensor, total: Tensor, known: int | None) -> None:
     """**Raises** F.batch_norm's ValueError if there is only one value per channel over all ranks of the group.
 
-    `num_values` is a number if the shape of x determines it (on one rank without a mask), otherwise a tensor of shape
-    (). A tensor on a GPU is not checked, because the host would have to wait for the GPU; with several ranks a later
-    call raises, see status.py. A tensor in a compiled graph is not checked, because reading it would break the
-    graph. A FakeTensor or a tensor of torch.func is not checked, because it cannot be read.
+    `known` is this number if the shape of x determines it (on one rank without a mask), otherwise None. Then a total on
+    a GPU is not checked, because the host would have to wait for the GPU; with several ranks a later call raises, see
+    status.py. A total in a compiled graph is not checked, because reading it would break the graph. A FakeTensor or a
+    tensor of torch.func is not checked, because it cannot be read.
     """
-    if isinstance(num_values, Tensor):
-        if is_compiling() or not num_values.is_cpu or type(num_values) is not Tensor or is_wrapped(num_values):
+    if known is None:
+        if is_compiling() or not total.is_cpu or type(total) is not Tensor or is_wrapped(total):
             return
-        num_values = num_values.item()
-    if num_values == 1:
+        known = int(payload.num_values(total))
+    if known == 1:
         raise ValueError(
             f"{ONE_VALUE_PER_CHANNEL} (input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
         )
@@ -304,26 +307,26 @@ def all_finite(sums: Tensor) -> bool:
     return all(map(math.isfinite, sums.tolist()))
 
 
-def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: Exception | None) -> Exception | None:
-    """Return the error that this rank raises for a total with a fault. `error`: the argument error of this rank, or
-    None.
+def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: Exception | None) -> list[Exception]:
+    """Return a list with the error that this rank raises for a total with a fault. `error`: the argument error of this
+    rank, or None.
 
-    If only the instance numbers of the layer differed, let the ranks agree on a new number, and return None.
+    If only the instance numbers of the layer differed, let the ranks agree on a new number, and return an empty list.
     """
     site, state, rank = collective.site, collective.site.group_state, collective.rank
-    if math.isnan(total[-1]):  # The ranks have sent different lengths, and gloo has aborted a rank.
+    if payload.is_incomplete(total):  # The ranks have sent different lengths, and gloo has aborted a rank.
         where = report.report_positions(rank, collective, has_failed=True)
-        return error or RuntimeError(report.TITLE_LENGTHS + where)
+        return [error or RuntimeError(report.TITLE_LENGTHS + where)]
     # repr gives every NaN the same text.
     key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
     calls = report.gather_calls(rank, state.ranks, key, collective.to_report(error))
     fault = report.explain(rank, state.ranks, collective, calls, ranks_differ, can_renumber=True)
     if isinstance(fault, report.RanksDifferError):
-        return fault
+        return [fault]
     answers = [call for call in calls if call is not None]
     if len({call.instance_number for call in answers}) > 1:
         site.set_instance_number(max(call.next_instance_number for call in answers))
-    return error or fault
+    return [*filter(None, (error or fault,))]
 
 
 class GraphReduction(Reduction):
@@ -335,8 +338,8 @@ class GraphReduction(Reduction):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def all_reduce(self, payload: Tensor, pass_name: str, *_: object) -> Tensor:
-        return all_reduce(payload, self.group, all_to_all_size(self.group), use_operator=True)
+    def all_reduce(self, sent: Tensor, pass_name: str, *_: object) -> Tensor:
+        return all_reduce(sent, self.group, all_to_all_size(self.group), use_operator=True)
 
 
 def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Reduction:
@@ -352,11 +355,12 @@ def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> R
             "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm over ranks"
         )
         raise RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()")
-    return eager_reduction(spec, caller, input)
+    return eager_reduction(spec, caller, input, current_backward() != -1)
 
 
-def eager_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Reduction:
-    """Return the reduction of a call in eager mode, and count the call. **Raises** the errors of `resolve`."""
+def eager_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None, in_backward: bool = False) -> Reduction:
+    """Return the reduction of a call in eager mode, and count the call. `in_backward`: the call is made in a backward,
+    for example by a recompute of activation checkpointing. **Raises** the errors of `resolve`."""
     group = dist.group.WORLD if spec is None else groups.lookup(spec)
     if group is None and spec is None:
         if not groups.missing_group_is_known:
@@ -364,12 +368,21 @@ def eager_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Re
         return ONE_RANK
     site = caller._call_site  # the site of the last call
     if group is None or site is None or site.group_state.group() is not group or site.caller() is not caller:
-        group = resolve(spec)
-        if group is None:
-            return ONE_RANK
-        site = call_site(caller, group)
-        object.__setattr__(caller, "_call_site", site)  # bypasses the __setattr__ of a subclass, which may raise
-    return EagerReduction(group, site, input.dtype if type(input) is Tensor else getattr(input, "dtype", None))
+        group, site = _look_up(spec, caller)
+    if group is None or site is None:
+        return ONE_RANK
+    dtype = input.dtype if type(input) is Tensor else getattr(input, "dtype", None)
+    return EagerReduction(group, site, dtype, in_backward)
+
+
+def _look_up(spec: GroupSpec, caller: Caller) -> tuple[dist.ProcessGroup | None, Site | None]:
+    """Return the group and the call site, which the caller keeps for its next call."""
+    group = resolve(spec)
+    if group is None:
+        return None, None
+    site = call_site(caller, group)
+    object.__setattr__(caller, "_call_site", site)  # bypasses the __setattr__ of a subclass, which may raise
+    return group, site
 
 
 def graph_reduction(spec: GroupSpec) -> Reduction:
@@ -403,52 +416,3 @@ def record_ranks(caller: Caller, reduction: Reduction) -> None:
     """Record on the caller over how many ranks the call was synchronised."""
     if not is_compiling():  # In a compiled graph a change of the attribute would cause a recompilation.
         object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)
-
-
-def resolve(spec: GroupSpec) -> dist.ProcessGroup | None:
-    """Return the group of `spec`, or None for a group of one rank and before init_process_group.
-
-    The first call with an int above 1 creates the groups. **Raises** the errors of `groups.lookup` and `make_groups`.
-    """
-    if spec == groups.THIS_RANK_ALONE:
-        return None
-    make_groups(spec)
-    group = groups.lookup(spec)
-    if not dist.is_initialized() and not groups.missing_group_is_known:
-        groups.warn_of_missing_group()
-    return None if group is None or group.size() == 1 else group
-
-
-def make_groups(spec: GroupSpec) -> None:
-    """If `spec` is an int above 1, create its groups unless they exist. **Raises** the errors of `_make_groups`."""
-    if isinstance(spec, int) and spec != groups.THIS_RANK_ALONE:
-        _make_groups(spec)
-
-
-def _make_groups(spec: int) -> None:
-    """Create the groups of `spec` ranks each, unless they exist. This is a collective over ALL ranks of the default
-    group; reports of positions show it. **Raises** the errors of `groups.make`."""
-    default_group = dist.group.WORLD
-    if default_group is not None and groups.lookup(spec) is None:
-        caller = FunctionCaller(f"the creation of groups for process_group={spec!r}", is_signed=False)
-        with Collective(call_site(caller, default_group), 1, "creation"):
-            groups.make(spec, default_group)
-
-
-def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
-    """Return this rank's group of `group_size` consecutive ranks, like apex's function of the same name. Return None,
-    which stands for the default group, if `group_size` is 0.
-
-    The first call with each size is a collective over all ranks of the default group.
-
-    **Raises** ValueError if `group_size` is not an int or is negative, or if the number of ranks is not a multiple of
-    it; RuntimeError before init_process_group.
-    """
-    if group_size == 0:
-        return None
-    if not isinstance(group_size, int) or group_size < 0:
-        raise ValueError(f"group_size must be an int that is not negative, got {group_size!r}")
-    if dist.group.WORLD is None:
-        raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
-    _make_groups(group_size)
-    return groups.lookup(group_size)

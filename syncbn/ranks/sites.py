@@ -10,11 +10,10 @@ a pass is a positive number, computed from
                      group; it distinguishes two models of one class, and is never reused
     the call         the pass, the settings of the layer, and the dtype of the input
 
-In all passes except the forward, s also depends on the total of the forward, which differs between the calls of a layer
-(see signature_of_call in kernels/payload.py). Rank r sends 1, s_r and s_r^2 after its sums. By the Cauchy-Schwarz
-inequality sum 1 * sum s^2 = (sum s)^2 holds only if all s are equal. In a group of W ranks the signatures of two
-call sites collide with a probability of at most W / 2^24. A rank that does not know its layer, as in a compiled graph,
-sends zeros, so that the comparison ignores it. With SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
+In all passes except the forward, the id of the call is added to s; payload.py explains the id, and has the test for
+equal signatures. In a group of W ranks the signatures of two call sites collide with a probability of at most W / 2^24.
+A rank that does not know its layer, as in a compiled graph, sends zeros, so that the comparison ignores it. With
+SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
 """
 
 import os
@@ -28,13 +27,13 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from syncbn.kernels.interface import UNSIGNED
-from syncbn.ranks.groups import all_to_all_size
+from syncbn.payload import UNSIGNED
 from syncbn.ranks.positions import ThisRank
 from syncbn.ranks.watchdog import this_rank
 from syncbn.texts import find_frame, format_ranks, layer_settings, quote_path, warn_once
 from syncbn.torch_internals import (
     PLAIN_CLASSES,
+    all_to_all_size,
     broadcasting_ddp,
     constant_in_graphs,
     is_pipeline_stage,
@@ -84,7 +83,8 @@ def _hash(text: str) -> int:
 
 def smallest_signature(num_ranks: int) -> int:
     """Return the smallest signature for `num_ranks`. It is a power of two, and the largest is 2 * smallest - 1. The sum
-    of all ranks' signatures is below 2^26, so its square is exact in float64."""
+    of all ranks' signatures and ids of calls is below 2^26 + 256 W, so its square is exact in float64 for up to 100,000
+    ranks."""
     return 1 << (2**25 // num_ranks).bit_length() - 1
 
 

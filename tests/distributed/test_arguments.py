@@ -314,7 +314,7 @@ def test_a_pruned_layer(ranks: Ranks, compiled: bool) -> None:
     torch.testing.assert_close(run(x), plain(x), rtol=1e-4, atol=1e-4)
     with syncbn.accumulate_running_stats(layer):
         layer(x)
-    assert syncbn.summary(layer)[0][2:6] == (C, ranks.size, 8 * (2 * C + 4), 8 * (2 * C + 4))
+    assert syncbn.summary(layer)[0][2:6] == (C, ranks.size, 8 * (2 * C + 5), 8 * (2 * C + 5))
     torch.testing.assert_close(layer.eval()(x), plain.eval()(x), rtol=0.1, atol=0.1)
 
 

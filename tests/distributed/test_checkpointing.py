@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from training import Checkpointed, CountCollectives, step
 from voting import Ranks
 
@@ -106,3 +106,15 @@ def test_compiled(ranks: Ranks) -> None:
         return torch.compile(Checkpointed(inner, use_reentrant=False), backend="aot_eager", fullgraph=True)
 
     check_like_unchecked(block(), wrap, own_input(ranks), tolerance=1e-5)
+
+
+def test_recomputed_calls_in_another_order(ranks: Ranks) -> None:
+    """The recomputed forwards pair, and so do their ids. Only the ids of the first forwards tell the calls apart."""
+    layer = syncbn.SyncBatchNorm(3)
+    for order in ([0, 1], [1, 0]):
+        losses = [checkpoint(layer, torch.randn(4, 3, requires_grad=True), use_reentrant=False).sum() for _ in range(2)]
+        for index in order:
+            losses[index].backward()
+    losses = [checkpoint(layer, torch.randn(4, 3, requires_grad=True), use_reentrant=False).sum() for _ in range(2)]
+    with pytest.raises(RuntimeError, match="the ranks differentiate different calls of a layer"):
+        losses[ranks.rank > 0].backward()

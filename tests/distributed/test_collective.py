@@ -14,6 +14,7 @@ from training import require_trains_as, small_model
 from voting import Ranks
 
 import syncbn
+from syncbn import torch_internals
 from syncbn.ranks import collective, groups, report
 
 
@@ -67,7 +68,7 @@ def test_long_payloads_all_reduce(ranks: Ranks, monkeypatch: pytest.MonkeyPatch,
 ])  # fmt: skip
 def test_which_groups_exchange(monkeypatch: pytest.MonkeyPatch, size: int, config: str, expected: bool) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert groups.all_to_all_size(mock.Mock(size=lambda: size)) == size * expected
+    assert torch_internals.all_to_all_size(mock.Mock(size=lambda: size)) == size * expected
 
 
 @pytest.mark.two_ranks

@@ -172,7 +172,7 @@ def test_one_all_reduce_each_way(ranks: Ranks) -> None:
         name = "all_to_all_single" if ranks.device.type == "cpu" else "all_reduce"  # see ranks/collective.py
         assert collectives == [f"_c10d_functional.{name}.default"]
         if HAS_OPERATORS:
-            assert {f"syncbn.{way}_sums_v3.default", f"syncbn.{way}_outputs_v3.default"} <= {*called}
+            assert {f"syncbn.{way}_sums_v4.default", f"syncbn.{way}_outputs_v4.default"} <= {*called}
 
 
 def test_a_bad_input_behind_a_graph_break(ranks: Ranks) -> None:

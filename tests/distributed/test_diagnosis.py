@@ -30,10 +30,9 @@ from training import unchanged
 from voting import Ranks, Reports
 
 import syncbn
-from syncbn import bad_argument
-from syncbn.functional import batch_norm_backward, sync_batch_norm
+from syncbn import bad_argument, payload
+from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_stats
 from syncbn.kernels import cpu, operators
-from syncbn.kernels.interface import TRAILER_ELEMENTS
 from syncbn.ranks import collective, positions, reduction, report, watchdog
 from syncbn.ranks.positions import Position, ThisRank
 from syncbn.ranks.reduction import eager_reduction
@@ -70,43 +69,74 @@ def test_ranks_that_mix_what_they_send(ranks: Ranks, name: str) -> None:
     assert model(X).isfinite().all()  # the group goes on
 
 
+def differentiate(order: list[int], create_graph: bool, shift: float = 0.0) -> None:
+    """Call the function twice, and differentiate the calls in this order."""
+    inputs = [torch.randn(4, 3, requires_grad=True) for _ in range(2)]
+    outputs = [sync_batch_norm(x + shift, None, None, training=True).square().sum() for x in inputs]
+    for index in order:
+        torch.autograd.grad(outputs[index], inputs[index], retain_graph=True, create_graph=create_graph)
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_backwards_of_different_calls_of_a_function(ranks: Ranks, create_graph: bool) -> None:
     """The ranks would mix the gradients of two calls in silence. In the same order there is no false alarm, even if one
     rank rounds what it saves, has a NaN, or runs each backward twice."""
 
-    def differentiate(order: list[int], shift: float = 0.0) -> None:
-        inputs = [torch.randn(4, 3, requires_grad=True) for _ in range(2)]
-        outputs = [sync_batch_norm(x + shift, None, None, training=True).square().sum() for x in inputs]
-        for index in order:
-            torch.autograd.grad(outputs[index], inputs[index], retain_graph=True, create_graph=create_graph)
-
-    differentiate([0, 1, 1, 0])
+    differentiate([0, 1, 1, 0], create_graph)
     rounds = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.to(torch.float16), lambda packed: packed)
     with rounds if ranks.rank == 0 else contextlib.nullcontext():
-        differentiate([0, 1])
+        differentiate([0, 1], create_graph)
     with mock.patch.object(collective, "warn"), mock.patch.object(collective, "warn_once"):
-        differentiate([1, 0], torch.nan if ranks.rank == 0 else 0.0)
+        differentiate([1, 0], create_graph, torch.nan if ranks.rank == 0 else 0.0)
     with pytest.raises(RanksDifferError, match=r"differentiate different calls of a layer.\nrank 0: in .*, call \d+\n"):
-        differentiate([0, 1] if ranks.rank else [1, 0])
+        differentiate([0, 1] if ranks.rank else [1, 0], create_graph)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("num_errors", [1, 2, 300])
+def test_backwards_after_errors_of_one_rank(ranks: Ranks, num_errors: int, create_graph: bool) -> None:
+    """This rank has counted more calls than the others, for good. That is no fault, and hides none."""
+    for _ in range(num_errors if ranks.rank == 0 else 0):
+        with pytest.raises(ValueError, match="at least 2"):  # on this rank alone: no argument has channels
+            sync_batch_norm(torch.tensor(1.0), None, None, training=True)
+    for _ in range(3):
+        differentiate([0, 1, 1, 0], create_graph)
+    with pytest.raises(RanksDifferError, match="differentiate different calls of a layer"):
+        differentiate([0, 1] if ranks.rank else [1, 0], create_graph)
 
 
 @pytest.mark.parametrize("context", [contextlib.nullcontext, DebugMode, torch.autograd.graph.save_on_cpu])
-def test_the_total_is_freed_with_the_graph(ranks: Ranks, context: Callable[[], Any]) -> None:
-    """The total tells calls apart in backward. A loss that the program keeps must not keep the totals of all layers."""
+def test_no_total_is_kept(ranks: Ranks, context: Callable[[], Any]) -> None:
+    """A loss that the program keeps must not keep the totals of all layers."""
     num_channels = 37  # of no other test
     layer = syncbn.SyncBatchNorm(num_channels)
 
     def num_totals() -> int:
-        shape = (2 * num_channels + TRAILER_ELEMENTS,)
+        shape = (payload.num_elements(num_channels),)
         return sum(type(one) is Tensor and one.shape == shape for one in gc.get_objects())
 
     with context():
         y = layer(torch.randn(4, num_channels))
+        assert num_totals() == 0
         y.sum().backward(retain_graph=True)
-        assert num_totals() == 1
-        y.sum().backward()
-    assert num_totals() == 0
+        assert num_totals() == 0
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t.to(torch.float8_e5m2).to(t.dtype), lambda t: t + 1e-3 * torch.randn_like(t)]
+)
+def test_hooks_that_change_what_is_saved(ranks: Ranks, change: Callable[[Tensor], Tensor]) -> None:
+    """The id of a call is not among the saved tensors: hooks of one rank neither cause a false alarm nor hide that the
+    ranks differentiate different calls."""
+    layer, x = layer_and_input()
+    hooks = torch.autograd.graph.saved_tensors_hooks(change, lambda packed: packed)
+    with hooks if ranks.rank == 0 else contextlib.nullcontext():
+        for _ in range(20):
+            layer(x).square().sum().backward()
+            sync_batch_stats(x.requires_grad_())[1].sum().backward()
+        losses = [sync_batch_stats(x)[1].sum() for _ in range(2)]
+    with pytest.raises(RanksDifferError, match="differentiate different calls"):
+        losses[ranks.rank > 0].backward()
 
 
 def test_second_derivatives_of_other_calls(ranks: Ranks) -> None:
@@ -162,17 +192,12 @@ def change_totals(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Tensor
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_totals_that_differ_in_their_bits(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, change_totals: Callable[..., None], create_graph: bool
-) -> None:
-    """This is a false alarm; the last remedy is to switch the comparison off."""
-    change_totals(lambda total: total[:-TRAILER_ELEMENTS].mul_(1 + (ranks.rank == 0) * 2**-52))
-    monkeypatch.setattr(report, "ANSWER_SECONDS", 0.5)  # the ranks have no key in common
+def test_totals_that_differ_in_their_bits(ranks: Ranks, change_totals: Callable[..., None], create_graph: bool) -> None:
+    """As on a back end that adds in another order on each rank. This is no fault."""
+    change_totals(lambda total: payload.sums(total).mul_(1 + (ranks.rank == 0) * 2**-52))
     layer, x = layer_and_input()
     y = layer(x.requires_grad_()).square().sum()
-    message = r"different layers or calls(.|\n)*has not answered(.|\n)*set SYNCBN_CHECKS=0 on every rank, which .*\.$"
-    with pytest.raises(RanksDifferError, match=message):
-        torch.autograd.grad(y, x, create_graph=create_graph)
+    assert torch.autograd.grad(y, x, create_graph=create_graph)[0].isfinite().all()
 
 
 def test_sums_of_different_lengths(
@@ -206,8 +231,8 @@ def test_without_signatures(ranks: Ranks, sign_nothing: Callable[[], None], whic
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 1000, 2**14])
 def test_signatures_are_exact(num_ranks: int) -> None:
-    """The test for equal signatures has no rounding errors, even for the largest signature."""
-    s, total, squares = 2 * smallest_signature(num_ranks) - 1, 0.0, 0.0
+    """The test for equal signatures has no rounding errors, even for the largest signature of a backward."""
+    s, total, squares = 2 * smallest_signature(num_ranks) - 1 + payload.NUM_IDS - 1, 0.0, 0.0
     for _ in range(num_ranks):
         total, squares = total + s, squares + s * s
     assert num_ranks * squares == total * total

@@ -166,7 +166,7 @@ def test_summary(ranks: Ranks) -> None:
     """Of graphs in test_compile.py."""
     model = nn.Sequential(layer_of(None, ranks), layer_of(1, ranks))
     row, alone = syncbn.summary(model)
-    num_bytes = 8 * (2 * C + 4)
+    num_bytes = 8 * (2 * C + 5)
     assert row == ("0", "SyncBatchNorm", C, ranks.size, num_bytes, num_bytes, "none yet")
     assert alone == ("1", "SyncBatchNorm", C, 1, 0, 0, "none yet")
     model(batch(ranks))

@@ -115,6 +115,18 @@ def test_without_signatures(
     assert "rank 0: TypeError: expected a float16" in text_of(lambda: model(X), TypeError)
 
 
+def test_backwards_of_other_calls(ranks: Ranks, model: Model) -> None:
+    """They are a fault. It is none that a rank has counted more calls, as after errors that it alone has raised."""
+    if ranks.rank == 0:
+        model.bn1._call_site.num_calls += 7
+    for order in ([0, 1], [1, 0], [ranks.rank]):
+        losses = [model.bn1(X).square().sum() for _ in range(2)]
+        for index in order:
+            losses[index].backward()
+    text = text_of(lambda: model(X), RanksDifferError)
+    assert "the ranks differentiate different calls of a layer" in text
+
+
 def test_one_value_per_channel(ranks: Ranks, model: Model) -> None:
     """With one rank the host knows the number of values and raises at once. sync_batch_stats accepts one value."""
     message = "Expected more than 1 value per channel when training, got 1 over all ranks"
