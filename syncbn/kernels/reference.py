@@ -138,21 +138,26 @@ def _map_elements(config: AnyConfig, function: Callable[..., Tensor], x: Tensor,
 
     The result is not a view, because autograd forbids in-place changes of a view that a Function returns.
     """
-    chunks = _chunks(config, x, *others)
-    if len(chunks) == 1:
-        return config.layout.unfold(function(*chunks[0]), x.shape).to(x.dtype, copy=True)
+    if not _in_chunks(x, *others):
+        (whole,) = _chunks(config, x, *others)
+        return config.layout.unfold(function(*whole), x.shape).to(x.dtype, copy=True)
     result = torch.empty_like(x)
-    for (target,), chunk in zip(_chunks(config, result), chunks, strict=True):
+    for target, *chunk in _chunks(config, result, x, *others):
         target.copy_(function(*chunk))
     return result
 
 
+def _in_chunks(*tensors: Tensor | None) -> bool:
+    """Return whether operations on these tensors are neither traced nor differentiated."""
+    if is_compiling() or torch.is_grad_enabled() or is_transformed(*tensors):
+        return False
+    return PLAIN_OR_NONE.issuperset(map(type, tensors))
+
+
 def _chunks(config: AnyConfig, *tensors: Tensor | None) -> list[list[Any]]:
-    """Fold the tensors to (outer, channel, inner), and return views of one chunk after another. Where operations are
-    traced or differentiated, the whole tensors are a single chunk."""
+    """Fold the tensors to (outer, channel, inner), and return views of one chunk after another, or the whole tensors."""
     folded = [None if tensor is None else config.layout.fold(tensor) for tensor in tensors]
-    are_plain = PLAIN_OR_NONE.issuperset(map(type, tensors))
-    if is_compiling() or torch.is_grad_enabled() or not are_plain or is_transformed(*tensors):
+    if not _in_chunks(*tensors):
         return [folded]
     outer, channels, inner = config.layout.sizes
     max_elements = CHUNK_ELEMENTS if config.device.type == "cpu" else GPU_CHUNK_ELEMENTS
