@@ -38,9 +38,11 @@ class Player:
 
     def note(self, total: Tensor, needs_two_values: bool, status_words: StatusWords) -> bool:
         """As `check_trailer` in gpu_channels.py: whether there is a fault."""
+        n, count, num_signed, signatures, squares = total[payload.TRAILER].tolist()
+        if status_words.call_id:  # which a later kernel reads
+            ctypes.c_double.from_address(status_words.call_id).value = count // max(1, num_signed) % payload.NUM_IDS
         if self.behind:
             return False
-        n, count, num_signed, signatures, squares = total[payload.TRAILER].tolist()
         kind = ONE_VALUE if needs_two_values and n == 1 else 0
         kind = BAD_ARGUMENT if n != n else kind
         kind = RANKS_DIFFER if num_signed * squares != signatures**2 else kind
@@ -50,8 +52,6 @@ class Player:
             state.value = host[FAULT] = status_words.sequence_number * 4 + kind
         if status_words.sequence_number > 0:
             host[ENDED] = status_words.sequence_number
-        if status_words.call_id:
-            ctypes.c_double.from_address(status_words.call_id).value = count // max(1, num_signed) % payload.NUM_IDS
         return state.value != 0
 
     def check_total(self, total: Tensor, needs_two_values: bool, words: StatusWords, sums: Tensor | None) -> None:

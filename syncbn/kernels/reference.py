@@ -155,7 +155,7 @@ def _in_chunks(*tensors: Tensor | None) -> bool:
 
 
 def _chunks(config: AnyConfig, *tensors: Tensor | None) -> list[list[Any]]:
-    """Fold the tensors to (outer, channel, inner), and return views of one chunk after another, or the whole tensors."""
+    """Fold the tensors to (outer, channel, inner), and return views of one chunk after another or of the whole."""
     folded = [None if tensor is None else config.layout.fold(tensor) for tensor in tensors]
     if not _in_chunks(*tensors):
         return [folded]

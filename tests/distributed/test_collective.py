@@ -15,7 +15,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn import torch_internals
-from syncbn.ranks import collective, groups, report
+from syncbn.ranks import collective, report
 
 
 def gathered(ranks: Ranks, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -40,7 +40,7 @@ def test_all_ranks_have_the_same_bits(ranks: Ranks, exchanges: bool, use_operato
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # torch's own
 def test_compiled_training_of_a_large_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "MAX_ALL_TO_ALL_RANKS", ranks.size - 1)
+    monkeypatch.setattr(torch_internals, "MAX_ALL_TO_ALL_RANKS", ranks.size - 1)
     model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
     graphs = AotEagerAndRecordGraphs()
     compiled = torch.compile(model, backend=graphs)
