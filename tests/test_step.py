@@ -693,3 +693,17 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             tensor.requires_grad_(value)
         layer(x)
     assert max(map(len, kernel_cache.forward_cache.entries.values())) == kernel_cache.MAX_ENTRIES_PER_KEY
+
+
+@needs_c
+@pytest.mark.filterwarnings("ignore")  # a torch for GPUs warns where there is none
+def test_dispatched_kernels_are_not_cached() -> None:
+    """They are created for each call, and as keys would fill the cache of the backward kernels."""
+    layer, x = syncbn.SyncBatchNorm2d(3), torch.randn(SHAPE)
+    step(layer, layer, x)
+    num_keys = len(kernel_cache.backward_cache.entries)
+    for _ in range(3):
+        with DebugMode():
+            y = layer(x.requires_grad_())
+        y.sum().backward()
+    assert len(kernel_cache.backward_cache.entries) == num_keys

@@ -242,6 +242,8 @@ class EagerReduction(Reduction):
         is_forward, use_operator = pass_name == "forward", current_dispatch_mode() is not None
         total = self.all_reduce(sent, pass_name, status_words, use_operator)
         if status_words is not None:
+            if self.argument_error is not None:  # before the watchdog can see the fault and write a report without it
+                self.status.write_report(status_words.sequence_number, self.argument_error)
             needs_two_values = is_forward and self.site.needs_two_values
             select.check_total(total, needs_two_values, status_words, local if is_forward else None)
         # `all_finite` tests a Python list, because a dispatch mode would intercept operators.
@@ -258,10 +260,7 @@ class EagerReduction(Reduction):
             signed = payload.sign(sent, signature, call_id=call_id)
         self.argument_error = error
         try:
-            total = self.dispatched_all_reduce(signed, pass_name, status_words)
-            if status_words is not None and error is not None:
-                self.status.write_report(status_words.sequence_number, error)
-            return total
+            return self.dispatched_all_reduce(signed, pass_name, status_words)
         finally:  # The traceback of `error` may refer to this frame, and to this reduction, which keeps the group.
             self.argument_error = None
             del error
