@@ -25,7 +25,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
 from syncbn import inputs, unconverted
-from syncbn.arguments import PER_CHANNEL_NAMES, Options, Tensors, check
+from syncbn.arguments import PER_CHANNEL_NAMES, Options, Tensors, check, check_module
 from syncbn.fallback import plain_batch_norm
 from syncbn.layer import UNKNOWN_NUM_RANKS, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, to_torch
@@ -84,7 +84,7 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
     >>> type(convert_syncbn_model(model)[1]).__name__
     'SyncBatchNorm2d'
     """
-    unconverted.check_module(model)
+    check_module(model)
     local_layers, spec = unconverted.unsynchronised(model), to_spec(process_group)
     others = [local for local in local_layers if local.remedy != unconverted.CONVERTIBLE]
     changes: list[Change] = []
@@ -136,7 +136,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
     >>> type(revert_syncbn_model(model, nn.BatchNorm2d)[1]).__name__
     'BatchNorm2d'
     """
-    unconverted.check_module(model)
+    check_module(model)
     if target not in (None, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
     changes: list[Change] = []
@@ -176,7 +176,7 @@ def _set_names(model: nn.Module) -> None:
     for name, layer in root.named_modules():
         path = ".".join(part for part in name.split(".") if part not in ("", "_orig_mod"))
         if path and isinstance(layer, SyncBatchNorm):
-            vars(layer)["_syncbn_name"] = type(root).__name__, escape_surrogates(path)
+            vars(layer).update(_syncbn_name=(type(root).__name__, escape_surrogates(path)), _call_site=None)
 
 
 def _apply(changes: list[Change]) -> None:
@@ -257,7 +257,7 @@ class _SyncSubclass(SyncBatchNorm):
         """Hide the __init_subclass__ of the original, which may register each class or need arguments."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        return _new_instance, (self._syncbn_original,), self.__getstate__()
+        return _new_instance, (self._syncbn_original,), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 class _SyncSubclassWithForward(_SyncSubclass):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import kernels
-from syncbn.arguments import layer_channels
+from syncbn.arguments import check_module, layer_channels
 from syncbn.kernels.interface import TRAILER_ELEMENTS
 from syncbn.layer import UNKNOWN_NUM_RANKS, SyncBatchNorm
 from syncbn.ranks import groups
@@ -51,12 +51,6 @@ class LocalLayer(NamedTuple):
     name: str  # The dotted name in the model.
     layer: nn.Module
     remedy: str  # CONVERTIBLE if `convert_syncbn_model` can convert the layer.
-
-
-def check_module(model: nn.Module) -> None:
-    """**Raises** TypeError unless `model` is a module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected an nn.Module, got {model!r} of type {type(model).__name__}; pass the model")
 
 
 def unparametrized_class(layer: nn.Module) -> type[nn.Module]:
@@ -199,8 +193,8 @@ def summary(model: nn.Module) -> Summary:
 
         synchronised over N ranks, not synchronised   as recorded in eager mode
         compiled    the layer is in a compiled module, which records nothing
-        not known   no record, but the layer has counted batches: in a compiled function, or before it was converted,
-                    copied or loaded
+        not known   no record, but the layer has counted batches: in a compiled function, before it was converted, or
+                    before its state_dict was saved
         none yet    no record, and the layer has counted no batches
 
     Lines below the table list the layers that are not synchronised, and the layers of nn.SyncBatchNorm, which another

@@ -27,6 +27,19 @@ from syncbn.torch_internals import constant_in_graphs, existing_groups, group_de
 _groups_by_size: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup | None]] = WeakKeyDictionary()
 
 
+class CopiedAsNone:
+    """The base of objects that belong to one layer. copy.copy, deepcopy and pickle copy such an object as None.
+
+    It would not be enough to exclude these objects in `__getstate__` of the layer, because torch's parametrize and the
+    `__deepcopy__` of subclasses copy the `__dict__` of a layer.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 class GlobalRanks:
     """The spec of a ProcessGroup: its global ranks, and a handle that deepcopy shares and pickle drops.
 

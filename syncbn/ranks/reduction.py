@@ -26,7 +26,6 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -288,30 +287,28 @@ def eager_reduction(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) 
 
 
 def graph_reduction(spec: GroupSpec) -> Reduction:
-    """Return the reduction of a call in a compiled graph.
-
-    **Raises** RuntimeError if groups would have to be created, and in an export over several ranks.
-    """
+    """Return the reduction of a call in a compiled graph. **Raises** the errors of `_check_graph`."""
+    if spec == groups.THIS_RANK_ALONE:
+        return ONE_RANK
+    _check_graph(spec)
     # Dynamo guards WORLD, so it recompiles for another default group. In graphs of torch 2.11, however, WORLD is never
     # None, so is_initialized() is tested too, which Dynamo evaluates to a constant without a guard.
-    if spec == groups.THIS_RANK_ALONE or dist.group.WORLD is None or not dist.is_initialized():
-        return ONE_RANK
+    group = groups.lookup(spec) if dist.group.WORLD is not None and dist.is_initialized() else None
+    return ONE_RANK if group is None or group.size() == 1 else GraphReduction(group)
+
+
+@constant_in_graphs  # If Dynamo traced a raise, it would break the graph and run the layer in eager mode.
+def _check_graph(spec: GroupSpec) -> None:
+    """**Raises** the errors of `groups.lookup`; RuntimeError if groups would have to be created, and in an export over
+    several ranks."""
     group = groups.lookup(spec)
-    if group is None:
+    if group is None and dist.is_initialized():
         what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
         remedy = "construct or convert the layers after torch.distributed.init_process_group()"
-        _raise_in_graph(f"{what}; {remedy}")
-    if group.size() == 1:
-        return ONE_RANK
-    if is_exporting():
+        raise RuntimeError(f"{what}; {remedy}")
+    if group is not None and group.size() > 1 and is_exporting():
         what = "torch.export cannot record batch norm over several ranks in training"
-        _raise_in_graph(f"syncbn: {what}; call model.eval() or syncbn.revert_syncbn_model(model) first")
-    return GraphReduction(group)
-
-
-@constant_in_graphs  # If Dynamo traced the raise, it would break the graph and run the layer in eager mode.
-def _raise_in_graph(message: str) -> NoReturn:
-    raise RuntimeError(message)
+        raise RuntimeError(f"syncbn: {what}; call model.eval() or syncbn.revert_syncbn_model(model) first")
 
 
 def record_ranks(caller: Caller, reduction: Reduction) -> None:

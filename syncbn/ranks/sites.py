@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from syncbn.kernels.interface import UNSIGNED
-from syncbn.ranks.groups import all_to_all_size
+from syncbn.ranks.groups import CopiedAsNone, all_to_all_size
 from syncbn.ranks.positions import ThisRank
 from syncbn.ranks.watchdog import this_rank
 from syncbn.texts import find_frame, format_ranks, layer_settings, quote_path, warn_once
@@ -129,7 +129,7 @@ def _group_state(group: dist.ProcessGroup) -> GroupState:
     return _group_states[group]
 
 
-class Site:
+class Site(CopiedAsNone):
     """A call site: a layer or function on a group. It holds a weak reference to the layer or function."""
 
     instance_number = 0  # the number of the layer among those of its root and name; 0 if the site is not signed
@@ -139,7 +139,8 @@ class Site:
         # The number of this call site among those of the group on this rank, from 1.
         self.index = self.group_state.num_sites = self.group_state.num_sites + 1
         self.all_to_all_size = all_to_all_size(group)
-        root, path = caller._syncbn_name or ("", "")
+        self.syncbn_name = caller._syncbn_name
+        root, path = self.syncbn_name or ("", "")
         self.name = quote_path(path) or type(caller).__name__
         self.label = f"{self.name} in {root}" if root else self.name
         # The text that ranks compare, such as "bn1 in ResNet", "SyncBatchNorm2d(64)" or "sync_batch_norm".
@@ -170,14 +171,15 @@ class Site:
 
 
 def call_site(caller: Caller, group: dist.ProcessGroup) -> Site:
-    """Return the call site of a layer or function on this group, and create it in the first call.
+    """Return the call site of a layer or function on this group, and create it in the first call and in the first call
+    under another name.
 
     **Raises** ValueError in the first call of a layer in a pipeline stage if the group has ranks of other stages;
     RuntimeError in a forked process.
     """
     rank, state = this_rank(), _group_state(group)
     site = state.sites.get(caller)
-    if site is None:
+    if site is None or site.syncbn_name != caller._syncbn_name:
         _require_one_stage(state.ranks)
         if isinstance(caller, torch.nn.Module):
             _warn_of_broadcast(caller, state.ranks)

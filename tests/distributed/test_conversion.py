@@ -4,7 +4,9 @@ Also a subclass whose batch norm stays local, or synchronises what is not the la
 that is not, or the other way round (pytorch#187298, #41081; timm#2422; mmcv#1253).
 """
 
+import contextlib
 import copy
+import pickle
 import threading
 import warnings
 from collections.abc import Callable
@@ -99,6 +101,47 @@ def test_subclasses_take_one_collective_each_way_and_compile(ranks: Ranks, kind:
     with CountCollectives() as evaluation:
         step(layer.eval(), layer, x)
     assert (training.total, evaluation.total) == (2, 0)
+
+
+class CopiesItsDict(nn.BatchNorm2d):
+    """Has the two methods that a class defines to add attributes to its copies, and copies all of `__dict__`."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
+        memo[id(self)] = other = type(self).__new__(type(self))
+        other.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return other
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__.copy()
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "AveragedModel": lambda model: AveragedModel(model).module,
+    "fields of __dict__": lambda model: copy.deepcopy(vars(model))["_modules"],
+}
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", ["plain", "timm's", "parametrized", "copies its dict"])
+def test_a_layer_that_has_trained_is_copied_by_anything(ranks: Ranks, kind: str, way: str, in_block: bool) -> None:
+    """What belongs to the layer alone, such as its call site, is not copied. The copy trains, and over all ranks."""
+    if (kind, way) == ("parametrized", "pickle"):
+        pytest.skip("torch refuses to pickle a parametrized module")
+    layer = nn.Sequential(CopiesItsDict(3)).double() if kind == "copies its dict" else make(kind)[1:2]
+    model = syncbn.convert_syncbn_model(layer).to(ranks.device)
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64, device=ranks.device) + ranks.rank
+    model(x).sum().backward()
+    before = copy.deepcopy(model.state_dict())
+    with syncbn.accumulate_running_stats(model) if in_block else contextlib.nullcontext():
+        copied = COPIES[way](model)
+        (layer,) = copied.values() if isinstance(copied, dict) else copied
+        assert layer._call_site is layer._options is layer._train_override is None
+        actual = step(layer, layer, x)
+    model.load_state_dict(before)
+    torch.testing.assert_close(actual, step(model[0], model[0], x), rtol=1e-12, atol=1e-12)
 
 
 def test_averaged_copies(ranks: Ranks) -> None:

@@ -343,6 +343,34 @@ def test_an_error_of_one_rank_alone_is_reported_by_the_others(
     dist.barrier()
 
 
+NOT_RECORDED = (
+    "On the fast path, the calls of kernels after the all_reduce are outside of any block that records errors."
+)
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param(contextlib.nullcontext, id="fast path", marks=pytest.mark.xfail(strict=True, reason=NOT_RECORDED)),
+        pytest.param(DebugMode, id="fallback"),
+    ],
+)
+def test_an_error_after_the_all_reduce_is_recorded(
+    ranks: Ranks, pass_name: str, context: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example of a rank without memory for the output, for which the others wait in the next collective."""
+    layer, x = layer_and_input()
+    y = layer(x.requires_grad_())
+    fail = mock.Mock(side_effect=MemoryError("no room for y"))
+    for back_end in (cpu, operators):
+        monkeypatch.setattr(back_end.Forward, "forward_outputs", fail)
+        monkeypatch.setattr(back_end.Backward, "backward_outputs", fail)
+    with context(), pytest.raises(MemoryError, match="no room for y"):
+        layer(x) if pass_name == "forward" else y.sum().backward()
+    assert "has raised MemoryError: no room for y" in watchdog.this_rank().position().error
+
+
 @pytest.mark.two_ranks
 def test_an_error_of_a_saved_tensors_hook_is_reported(ranks: Ranks, reports: Reports) -> None:
     """Such hooks are those of torch.autograd.graph.save_on_cpu, and of activation checkpointing."""

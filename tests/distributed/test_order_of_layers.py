@@ -186,3 +186,28 @@ def test_one_rank_is_compiled_at_first(ranks: Ranks, at: int) -> None:
     batch = torch.randn(4, 3)
     expected = first(batch)
     torch.testing.assert_close(compiled[0](batch) if ranks.rank == at else first(batch), expected)
+
+
+@pytest.mark.parametrize("way", ["converted again", "reverted and converted"])
+def test_a_conversion_renames_layers_that_have_run(ranks: Ranks, way: str) -> None:
+    """A body trains, becomes a part of another model, and one rank loads that model instead."""
+    body, x = build(), torch.randn(4, 3)
+    first = body(x)
+    if way == "reverted and converted":
+        syncbn.revert_syncbn_model(body)
+    model = syncbn.convert_syncbn_model(nn.Sequential(nn.Identity(), body))
+    if ranks.rank == 1:
+        model = syncbn.convert_syncbn_model(nn.Sequential(nn.Identity(), build()))
+    for _ in range(2):
+        model(x).sum().backward()
+    assert model[1][1]._call_site.layer == "layer '1.1' in Sequential"
+    first.sum().backward()  # signed by the name under which its forward ran
+
+
+def test_a_conversion_that_changes_no_name_changes_no_number(ranks: Ranks) -> None:
+    models = build(), build()
+    for _ in range(2):
+        for model in models:
+            syncbn.convert_syncbn_model(model)(torch.randn(4, 3)).sum().backward()
+    assert [model[1]._call_site.instance_number for model in models] == [1, 2]
+    assert [model[1]._call_site.num_calls for model in models] == [2, 2]
