@@ -45,6 +45,7 @@ from syncbn.torch_internals import (
     is_compiling,
     is_exporting,
     is_jit_tracing,
+    note_call,
     stream_handle,
 )
 
@@ -292,6 +293,7 @@ def graph_reduction(spec: GroupSpec) -> Reduction:
 
     **Raises** RuntimeError if groups would have to be created, and in an export over several ranks.
     """
+    note_call(True)
     # Dynamo guards WORLD, so it recompiles for another default group. In graphs of torch 2.11, however, WORLD is never
     # None, so is_initialized() is tested too, which Dynamo evaluates to a constant without a guard.
     if spec == groups.THIS_RANK_ALONE or dist.group.WORLD is None or not dist.is_initialized():
