@@ -236,17 +236,13 @@ def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
     nn.SyncBatchNorm, of `original`."""
     if original in _class_cache:
         return _class_cache[original]
-    body: dict[str, Any] = {
-        "__doc__": original.__doc__,
-        "__module__": original.__module__,
-        "_syncbn_original": original,
-    }
+    namespace: Any = {"__doc__": original.__doc__, "__module__": original.__module__, "_syncbn_original": original}
     ours = next((SYNC_CLASSES[base] for base in original.__mro__ if base in SYNC_CLASSES), SyncBatchNorm)
     if issubclass(original, nn.modules.lazy.LazyModuleMixin) and original.cls_to_become is not None:
-        ours = body["cls_to_become"] = synchronised_class(original.cls_to_become)
-        body["forward"] = SyncBatchNorm.forward  # During the first forward the class of the layer changes.
+        ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)
+        namespace["forward"] = SyncBatchNorm.forward  # During the first forward the class of the layer changes.
     bases = _SyncSubclass, original, ours
-    _class_cache[original] = make_class(type(original), f"Sync{original.__name__}", bases, body)
+    _class_cache[original] = make_class(type(original), f"Sync{original.__name__}", bases, namespace)
     return _class_cache[original]
 
 

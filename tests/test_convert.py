@@ -8,11 +8,13 @@ import copy
 import functools
 import pickle
 import re
+import sys
 from abc import ABCMeta
 from typing import Any
 
 import pytest
 import torch
+from jobs import run
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, Frozen, OnlyAttributes, parametrized
 from torch import nn
 from torch.nn.utils import parametrize
@@ -293,6 +295,24 @@ def test_parametrizations_come_and_go_around_a_conversion() -> None:
     assert type(parametrize.remove_parametrizations(layer, "weight")) is syncbn.SyncBatchNorm2d
     syncbn.revert_syncbn_model(parametrized(layer))
     assert type(parametrize.remove_parametrizations(layer, "weight")) is nn.BatchNorm2d
+
+
+REPLACED_BEFORE_THE_IMPORT = """
+import torch
+from torch.nn.modules import batchnorm
+batchnorm._BatchNorm.forward = lambda self, x: x + 5
+import syncbn
+for layer in torch.nn.BatchNorm1d(3), torch.nn.LazyBatchNorm1d(), torch.nn.SyncBatchNorm(3):
+    print(syncbn.convert_syncbn_model(layer).eval()(torch.ones(2, 3)).max().item())
+"""
+
+
+def test_a_forward_that_was_replaced_before_the_import() -> None:
+    """nn.SyncBatchNorm has a forward of its own, which the replacement does not change."""
+    printed = run(sys.executable, "-W", "ignore", "-c", REPLACED_BEFORE_THE_IMPORT)
+    first, second, third = map(float, printed.split())
+    assert first == second == 6
+    assert third == pytest.approx(1, rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
