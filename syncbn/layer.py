@@ -21,7 +21,7 @@ from syncbn.ranks.sites import Site
 from syncbn.statistics import from_sums, to_sums, update_buffers
 from syncbn.step import train
 from syncbn.texts import quote_path, to_bool
-from syncbn.torch_internals import PLAIN_CLASSES, current_backward, is_compiling
+from syncbn.torch_internals import PLAIN_CLASSES, TORCH_FORWARD, current_backward, is_compiling
 
 # The value of `_synchronised_ranks` while it is not known whether the forward of a subclass has synchronised.
 UNKNOWN_NUM_RANKS = 0
@@ -70,6 +70,8 @@ class SyncBatchNorm(_BatchNorm):
     # not read the name: Dynamo would guard on it and recompile each repeated block.
     _syncbn_name: tuple[str, str] | None = None
     _process_group: GroupSpec = None
+    # nn.BatchNorm1d, 2d or 3d. If a program has replaced the forward of this class, the layer calls the new forward.
+    _torch_class: type[nn.Module] | None = None
     _options: Options | None = None  # The cached options.
     # Replaces `train` inside a block of accumulate_running_stats.
     _train_override: "_Pool | None" = None
@@ -147,6 +149,10 @@ class SyncBatchNorm(_BatchNorm):
         if type(input) not in PLAIN_CLASSES and isinstance(input, Proxy):
             options = {name: tensor for name, tensor in (("z", z), ("mask", mask)) if tensor is not None}
             return inputs.create_leaf(self, input.tracer, (input,), options)
+        if self._torch_class is not None and self._torch_class.forward is not TORCH_FORWARD and z is mask is None:
+            from syncbn.convert import run_forward
+
+            return run_forward(self, super().forward, input)
         options = self._current_options()
         running_mean, running_var, counter = self.running_mean, self.running_var, None
         if self.training:
@@ -210,13 +216,19 @@ class SyncBatchNorm(_BatchNorm):
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """SyncBatchNorm for inputs (N, C) or (N, C, L); a subclass of nn.BatchNorm1d."""
 
+    _torch_class = nn.BatchNorm1d
+
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
     """SyncBatchNorm for inputs (N, C, H, W), or (N, H, W, C) with channel_last; a subclass of nn.BatchNorm2d."""
 
+    _torch_class = nn.BatchNorm2d
+
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """SyncBatchNorm for inputs (N, C, D, H, W), or (N, D, H, W, C) with channel_last; a subclass of nn.BatchNorm3d."""
+
+    _torch_class = nn.BatchNorm3d
 
 
 def _check_with_user_method(layer: Any, input: Tensor) -> None:

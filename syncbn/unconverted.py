@@ -31,6 +31,7 @@ CUSTOM = "may use the statistics of its batch; if so, let its forward call syncb
 EXPORTED = "is part of a scripted or exported model; convert before torch.jit or torch.export"
 CALLS_FUNCTION = "may call F.batch_norm in training; if so, call syncbn.functional.sync_batch_norm instead"
 UNREGISTERED = "keeps batch norm in a plain list or dict, where no conversion finds it; use nn.ModuleList or ModuleDict"
+COMMUNICATES = "communicates by itself; leave out the conversion that made it, or derive the class from nn.BatchNorm2d"
 OVERRIDDEN = "its forward was replaced; convert before layer.forward = ..., or define the forward in a subclass"
 
 MAX_NAMED = 3  # The number of names that a text lists for a class.
@@ -134,7 +135,7 @@ def _remedy(module: nn.Module) -> str | None:
     original = unparametrized_class(module)
     if original is not nn.SyncBatchNorm:
         if issubclass(original, nn.SyncBatchNorm):
-            return "its base nn.SyncBatchNorm communicates by itself; derive the class from nn.BatchNorm1d, 2d or 3d"
+            return COMMUNICATES
         taken = [name for name in ADDED_ATTRIBUTES if hasattr(module, name)]
         if taken:
             return f"has attributes whose names syncbn uses; rename {', '.join(taken)}"
@@ -194,7 +195,7 @@ def summary(model: nn.Module) -> Summary:
         synchronised over N ranks, not synchronised   as recorded in eager mode
         compiled    the layer is in a compiled module, which records nothing
         not known   no record, but the layer has counted batches: in a compiled function, before it was converted, or
-                    before its state_dict was saved
+                    before its state_dict was saved; or the forward of a subclass calls no batch norm in training
         none yet    no record, and the layer has counted no batches
 
     Lines below the table list the layers that are not synchronised, and the layers of nn.SyncBatchNorm, which another

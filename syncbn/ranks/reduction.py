@@ -44,6 +44,7 @@ from syncbn.torch_internals import (
     is_compiling,
     is_exporting,
     is_jit_tracing,
+    note_call,
     stream_handle,
 )
 
@@ -288,6 +289,7 @@ def eager_reduction(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) 
 
 def graph_reduction(spec: GroupSpec) -> Reduction:
     """Return the reduction of a call in a compiled graph. **Raises** the errors of `_check_graph`."""
+    note_call(True)
     if spec == groups.THIS_RANK_ALONE:
         return ONE_RANK
     _check_graph(spec)
