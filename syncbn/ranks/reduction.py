@@ -156,6 +156,7 @@ class EagerReduction(Reduction):
                 ranks_differ = num_signed * squares != signatures * signatures
                 if ranks_differ or n != n:
                     fault = _diagnose(collective, total, ranks_differ, error)
+                    self.signatures = self.site.signatures  # The backward signs with the number on which ranks agreed.
         if pass_name == "forward":
             self.forward_total = total
         if fault is None:
@@ -233,11 +234,14 @@ def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: 
     # repr gives every NaN the same text.
     key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
     calls = report.gather_calls(rank, state.ranks, key, collective.to_report(error))
-    fault = report.explain(rank, state.ranks, collective, calls, ranks_differ, can_renumber=True)
+    answers = [call for call in calls if call is not None]
+    can_renumber = state.retired_numbers.isdisjoint((call.layer, call.instance_number) for call in answers)
+    fault = report.explain(rank, state.ranks, collective, calls, ranks_differ, can_renumber)
     if isinstance(fault, report.RanksDifferError):
         return fault
-    answers = [call for call in calls if call is not None]
     if len({call.instance_number for call in answers}) > 1:
+        # In its first call a layer has a number on which the ranks have not agreed yet.
+        state.retired_numbers.update((call.layer, call.instance_number) for call in answers if call.call_number > 1)
         site.set_instance_number(max(call.next_instance_number for call in answers))
     return error or fault
 
