@@ -32,7 +32,7 @@ import torch.distributed as dist
 from syncbn.kernels.interface import UNSIGNED
 from syncbn.ranks.groups import all_to_all_size
 from syncbn.ranks.positions import ThisRank
-from syncbn.ranks.watchdog import this_rank
+from syncbn.ranks.watchdog import recorded, this_rank
 from syncbn.texts import find_frame, format_ranks, layer_settings, quote_path, warn_once
 from syncbn.torch_internals import (
     PLAIN_CLASSES,
@@ -220,7 +220,7 @@ def _require_one_stage(ranks: list[int]) -> None:
         where = f"stage {stage.stage_index} of a pipeline over {format_ranks(pipeline)}"
         remedy = "with the group of the ranks that hold this stage, or with process_group=1 if only one rank holds it"
         what = f"the layer is in {where}, but synchronises over {format_ranks(ranks)}, which also hold other stages"
-        raise ValueError(f"{what}; convert the stage {remedy}")
+        raise recorded(ValueError(f"{what}; convert the stage {remedy}"))
 
 
 def _warn_of_broadcast(layer: torch.nn.Module, ranks: list[int]) -> None:
