@@ -38,6 +38,7 @@ from syncbn.ranks.collective import Collective, all_reduce
 from syncbn.ranks.groups import GroupSpec, all_to_all_size
 from syncbn.ranks.sites import Caller, FunctionCaller, Signatures, Site, call_site
 from syncbn.ranks.status import StreamStatus, captured_sequence_number, status_of
+from syncbn.ranks.watchdog import recorded
 from syncbn.torch_internals import (
     constant_in_graphs,
     current_dispatch_mode,
@@ -147,7 +148,8 @@ class EagerReduction(Reduction):
         self.pending_collective = fault = None
         if self.call_number == 1 and pass_name == "forward":
             self.site.write_call((len(payload) - TRAILER_ELEMENTS) // 2)
-        with collective:
+        collective.begin()
+        try:
             if status_words is not None and status_words.sequence_number > 0:
                 self.status.recent.append(collective)
             total = all_reduce(payload, self.group, self.site.all_to_all_size, use_operator)
@@ -156,11 +158,17 @@ class EagerReduction(Reduction):
                 ranks_differ = num_signed * squares != signatures * signatures
                 if ranks_differ or n != n:
                     fault = _diagnose(collective, total, ranks_differ, error)
+                    self.signatures = self.site.signatures  # The backward signs with the number on which ranks agreed.
+        except RuntimeError as failure:
+            collective.raise_with_positions(failure)
+            raise
+        finally:
+            del collective.rank.waiting[collective]
         if pass_name == "forward":
             self.forward_total = total
         if fault is None:
             return total
-        try:  # outside of the `with` block, which would report a failed collective
+        try:  # outside of the block above, which would report a failed collective
             raise fault
         finally:  # The traceback refers to this frame. The reference cycle would keep the group and gloo's threads.
             del fault, error
@@ -233,11 +241,14 @@ def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: 
     # repr gives every NaN the same text.
     key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
     calls = report.gather_calls(rank, state.ranks, key, collective.to_report(error))
-    fault = report.explain(rank, state.ranks, collective, calls, ranks_differ, can_renumber=True)
+    answers = [call for call in calls if call is not None]
+    can_renumber = state.retired_numbers.isdisjoint((call.layer, call.instance_number) for call in answers)
+    fault = report.explain(rank, state.ranks, collective, calls, ranks_differ, can_renumber)
     if isinstance(fault, report.RanksDifferError):
         return fault
-    answers = [call for call in calls if call is not None]
     if len({call.instance_number for call in answers}) > 1:
+        # In its first call a layer has a number on which the ranks have not agreed yet.
+        state.retired_numbers.update((call.layer, call.instance_number) for call in answers if call.call_number > 1)
         site.set_instance_number(max(call.next_instance_number for call in answers))
     return error or fault
 
@@ -267,7 +278,7 @@ def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> R
         what = (
             "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm over ranks"
         )
-        raise RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()")
+        raise recorded(RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()"))
     return eager_reduction(spec, caller, getattr(input, "dtype", None))
 
 
@@ -345,8 +356,15 @@ def _make_groups(spec: int) -> None:
     default_group = dist.group.WORLD
     if default_group is not None and groups.lookup(spec) is None:
         caller = FunctionCaller(f"the creation of groups for process_group={spec!r}", is_signed=False)
-        with Collective(call_site(caller, default_group), 1, "creation"):
+        collective = Collective(call_site(caller, default_group), 1, "creation")
+        collective.begin()
+        try:
             groups.make(spec, default_group)
+        except RuntimeError as error:
+            collective.raise_with_positions(error)
+            raise
+        finally:
+            del collective.rank.waiting[collective]
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
@@ -361,7 +379,7 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     if group_size == 0:
         return None
     if not isinstance(group_size, int) or group_size < 0:
-        raise ValueError(f"group_size must be an int that is not negative, got {group_size!r}")
+        raise recorded(ValueError(f"group_size must be an int that is not negative, got {group_size!r}"))
     if dist.group.WORLD is None:
         raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
     _make_groups(group_size)

@@ -7,7 +7,8 @@ a pass is a positive number, computed from
     root and name    the class of the module that `convert_syncbn_model` converted, and the layer's dotted name in it;
                      for a layer without a name, its own class and its number of channels
     instance number  counts the layers with this root and name, in the order of their first training calls on the
-                     group; it distinguishes two models of one class, and is never reused
+                     group; it distinguishes two models of one class, and is never reused. When a rank has replaced a
+                     layer, the ranks agree on a new number, and retire the old one
     the call         the pass, the settings of the layer, and the dtype of the input
 
 In all passes except the forward, s also depends on the total of the forward, which differs between the calls of a layer
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from syncbn.kernels.interface import UNSIGNED
 from syncbn.ranks.groups import CopiedAsNone, all_to_all_size
 from syncbn.ranks.positions import ThisRank
-from syncbn.ranks.watchdog import this_rank
+from syncbn.ranks.watchdog import recorded, this_rank
 from syncbn.texts import find_frame, format_ranks, layer_settings, quote_path, warn_once
 from syncbn.torch_internals import (
     PLAIN_CLASSES,
@@ -95,11 +96,15 @@ def _is_signing() -> bool:
 
 
 class Signatures(dict[tuple[str, torch.dtype | None], int]):
-    """The signatures of a call site, keyed by pass and dtype of the input. Without an identity they are UNSIGNED."""
+    """The signatures of a call site, keyed by pass and dtype of the input. Without an identity they are UNSIGNED.
 
-    def __init__(self, num_ranks: int) -> None:
+    A new instance number or new settings make new Signatures. A pending backward keeps those of its forward, as does
+    the backward of a rank that has replaced the layer since.
+    """
+
+    def __init__(self, num_ranks: int, identity: str = "", settings: dict[str, str] | None = None) -> None:
         super().__init__()
-        self.identity, self.settings, self.smallest = "", dict[str, str](), smallest_signature(num_ranks)
+        self.identity, self.settings, self.smallest = identity, settings or {}, smallest_signature(num_ranks)
 
     def __missing__(self, key: tuple[str, torch.dtype | None]) -> int:
         pass_name, dtype = key
@@ -118,6 +123,9 @@ class GroupState:
         self.sites: WeakKeyDictionary[Caller, Site] = WeakKeyDictionary()
         self.num_sites = self.num_collectives = 0
         self.last_instance_number = Counter[str]()  # keyed by `Site.layer`
+        # Pairs of `Site.layer` and an instance number on which the ranks had agreed until some rank gave it up. No
+        # layer has this number on all ranks any more, so the forward of a layer that still has it is in a mixture.
+        self.retired_numbers = set[tuple[str, int]]()
 
 
 _group_states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
@@ -164,10 +172,10 @@ class Site(CopiedAsNone):
         return self.group_state.last_instance_number[self.layer] + 1
 
     def set_instance_number(self, number: int) -> None:
-        """Use this new instance number for all later signatures."""
+        """Use this new instance number for the signatures of all later calls."""
         self.instance_number = self.group_state.last_instance_number[self.layer] = number
-        self.signatures.identity = f"{self.layer} {number}"
-        self.signatures.clear()
+        identity, settings = f"{self.layer} {number}", self.signatures.settings
+        self.signatures = Signatures(self.group_state.num_ranks, identity, settings)
 
 
 def call_site(caller: Caller, group: dist.ProcessGroup) -> Site:
@@ -187,8 +195,7 @@ def call_site(caller: Caller, group: dist.ProcessGroup) -> Site:
         site = state.sites[caller] = Site(caller, group, rank)
     settings = layer_settings(caller)
     if site.signatures.settings != settings:
-        site.signatures.settings = settings
-        site.signatures.clear()
+        site.signatures = Signatures(state.num_ranks, site.signatures.identity, settings)
     return site
 
 
@@ -215,7 +222,7 @@ def _require_one_stage(ranks: list[int]) -> None:
         where = f"stage {stage.stage_index} of a pipeline over {format_ranks(pipeline)}"
         remedy = "with the group of the ranks that hold this stage, or with process_group=1 if only one rank holds it"
         what = f"the layer is in {where}, but synchronises over {format_ranks(ranks)}, which also hold other stages"
-        raise ValueError(f"{what}; convert the stage {remedy}")
+        raise recorded(ValueError(f"{what}; convert the stage {remedy}"))
 
 
 def _warn_of_broadcast(layer: torch.nn.Module, ranks: list[int]) -> None:

@@ -515,13 +515,14 @@ def test_other_waits_are_not_reported(ranks: Ranks, reports: Reports) -> None:
     assert not reports.text
 
 
-def test_an_error_of_the_gpu_keeps_its_text(ranks: Ranks) -> None:
+def test_an_error_of_the_gpu_keeps_its_text(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA raises it where the host waits next, here in our all_reduce. The text must not say that the ranks differ."""
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3)
     layer(x)
-    context = eager_reduction(None, layer, x.dtype).new_collective("forward")
-    with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised, context:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(reduction, "all_reduce", mock.Mock(side_effect=error))
+    with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised:
+        eager_reduction(None, layer, x.dtype).all_reduce(torch.zeros(10, dtype=torch.float64), "forward")
     assert "surfaced in SyncBatchNorm forward, call 2" in raised.value.__notes__[0]
 
 
