@@ -61,7 +61,7 @@ FAULTS = {
         OUTSIDE
         + r"1\.\n"
         + _where(f"{LAST}; has left", LAST)
-        + r"Possible causes:\n- A rank has left out .*\n.*empty batches",
+        + r"Possible causes:\n- A rank has fewer batches: .*empty batches",
         well=1,
     ),
     "in evaluation": Fault(_where(IN_1, BEFORE_STEP + MAY_LEAVE)),
