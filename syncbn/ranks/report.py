@@ -258,7 +258,7 @@ def _read_positions(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list
             position = rank.position(wait)._replace(departure="", time=time.time() - (wait.seconds() if wait else 0))
         if position.departure and position.default_group < rank.default_group:
             departure = position.departure.replace(HAS_LEFT, MAY_HAVE_LEFT)
-            position = position._replace(sequence_number=0, departure=departure)
+            position = position._replace(sequence_number=0, call_number=0, departure=departure)
         state = "" if position.departure or other == rank.rank else states.get((position.host, position.process), "")
         # A call of this name may be of another group or another layer, or of a default group that was left.
         is_same = call and own_call and call[:2] == own_call[:2]
