@@ -110,8 +110,9 @@ def _warn_if_long(rank: ThisRank, wait: Wait) -> None:
         return
     wait.next_warning_seconds *= 2
     if wait.ranks().index(rank.rank) < MAX_WARNING_RANKS:
-        where = report.report_positions(rank, wait)
+        # The wait may end while the report waits for the store, so `waiting` is read first.
         on_gpu = "" if wait in rank.waiting else f", in {wait.position().description} on the GPU; the host may be ahead"
+        where = report.report_positions(rank, wait)
         log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, on_gpu, where)
 
 
