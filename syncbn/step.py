@@ -61,7 +61,7 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
         return y if wrap is None else wrap(y), statistics
 
     x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
-    reduction = eager_reduction(options.process_group, caller, x.dtype)
+    reduction = eager_reduction(options.process_group, caller, x.dtype, x.requires_grad)
     single_rank = reduction.group is None and num_values is None  # The local sums are the total, unchanged.
     kernels = kernels.for_single_rank if single_rank else kernels
     outer, _, inner = kernels.config.layout.sizes

@@ -91,7 +91,9 @@ class Collective:
         return f"{self.site.name} {self.pass_name}, {call}" if self.site.is_signed else self.site.name
 
     def position(self) -> Position:
-        return Position(self.site.group_state.name, self.sequence_number, self.pass_name, self.description())
+        is_evaluating, lacks_grad = not getattr(self.site.caller(), "training", True), self.site.lacks_grad
+        where = self.site.group_state.name, self.sequence_number, self.pass_name, self.description(), self.call_number
+        return Position(*where, lacks_grad and self.pass_name == "forward", is_evaluating)
 
     def to_report(self, error: Exception | None = None) -> report.CallReport:
         """Return the report of this collective for the other ranks. `error`: the argument error of this rank, or

@@ -116,8 +116,10 @@ class EagerReduction(Reduction):
     pending_collective: Collective | None = None
     status: StreamStatus  # the status words of the stream, on a GPU
 
-    def __init__(self, group: dist.ProcessGroup, site: Site, dtype: torch.dtype | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, site: Site, dtype: torch.dtype | None, requires_grad: bool) -> None:
         site.num_calls += 1
+        site.lacks_grad = not requires_grad and (site.required_grad or site.num_calls == 1)
+        site.required_grad |= requires_grad
         self.group, self.site, self.call_number, self.dtype = group, site, site.num_calls, dtype
         self.num_ranks, self.signatures = site.group_state.num_ranks, site.signatures
 
@@ -152,6 +154,8 @@ class EagerReduction(Reduction):
         try:
             if status_words is not None and status_words.sequence_number > 0:
                 self.status.recent.append(collective)
+            if error is not None:  # If the other ranks send sums of another size, gloo may end this process.
+                report.record_at_once(self.site.rank, error)
             total = all_reduce(payload, self.group, self.site.all_to_all_size, use_operator)
             if status_words is None and total.is_cpu and type(total) is Tensor:  # not a FakeTensor, which has no values
                 n, num_signed, signatures, squares = total[-TRAILER_ELEMENTS:].tolist()
@@ -279,11 +283,12 @@ def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> R
             "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm over ranks"
         )
         raise recorded(RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()"))
-    return eager_reduction(spec, caller, getattr(input, "dtype", None))
+    return eager_reduction(spec, caller, getattr(input, "dtype", None), getattr(input, "requires_grad", True))
 
 
-def eager_reduction(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) -> Reduction:
-    """Return the reduction of a call in eager mode, and count the call. **Raises** the errors of `resolve`."""
+def eager_reduction(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None, grad: bool = True) -> Reduction:
+    """Return the reduction of a call in eager mode, and count the call. `grad`: whether the input requires a gradient.
+    **Raises** the errors of `resolve`."""
     group = dist.group.WORLD if spec is None else groups.lookup(spec)
     if group is None and spec is None:
         groups.warn_of_missing_group()
@@ -295,7 +300,7 @@ def eager_reduction(spec: GroupSpec, caller: Caller, dtype: torch.dtype | None) 
             return ONE_RANK
         site = call_site(caller, group)
         object.__setattr__(caller, "_call_site", site)  # bypasses the __setattr__ of a subclass, which may raise
-    return EagerReduction(group, site, dtype)
+    return EagerReduction(group, site, dtype, grad)
 
 
 def graph_reduction(spec: GroupSpec) -> Reduction:

@@ -141,6 +141,8 @@ class Site(CopiedAsNone):
     """A call site: a layer or function on a group. It holds a weak reference to the layer or function."""
 
     instance_number = 0  # the number of the layer among those of its root and name; 0 if the site is not signed
+    # Whether the input of an earlier call required a gradient, and whether that of the last call, unlike it, does not.
+    required_grad = lacks_grad = False
 
     def __init__(self, caller: Caller, group: dist.ProcessGroup, rank: ThisRank) -> None:
         self.caller, self.rank, self.group_state, self.num_calls = ref(caller), rank, _group_state(group), 0
@@ -163,9 +165,10 @@ class Site(CopiedAsNone):
             self.set_instance_number(self.next_instance_number())
 
     def write_call(self, num_channels: int) -> None:
-        """Write the number of channels and the ranks of a call to the store. Reports show them if they differ."""
+        """Write the group, the instance number, and the number of channels and the ranks of a call to the store.
+        Reports show channels and ranks if they differ for one group and instance number."""
         text = f"with {num_channels} channels over {format_ranks(self.group_state.ranks)}"
-        self.rank.write(f"called/{self.group_state.name}/{self.label}", text)
+        self.rank.write(f"called/{self.label}", [self.group_state.name, self.instance_number, text])
 
     def next_instance_number(self) -> int:
         """Return a number that no layer of this root and name has had on this rank."""

@@ -56,12 +56,10 @@ def this_rank() -> ThisRank:
 
 
 def recorded(error: Exception) -> Exception:
-    """Return `error`, which this rank raises because it cannot find the group of a call. Record the error and write it
-    at once: ranks that wait in the call can only read it, because this rank does not know which group to join."""
+    """Return `error`, which this rank raises because it cannot find the group of a call, after recording it at once."""
     world = dist.group.WORLD
     if not (is_compiling() or world is None or world in _inherited):
-        this_rank().record_error(error)
-        this_rank().write_position()
+        report.record_at_once(this_rank(), error)
     return error
 
 
@@ -121,8 +119,9 @@ def _warn_if_long(rank: ThisRank, wait: Wait) -> None:
         return
     wait.next_warning_seconds *= 2
     if wait.ranks().index(rank.rank) < MAX_WARNING_RANKS:
-        where = report.report_positions(rank, wait)
+        # The wait may end while the report waits for the store, so `waiting` is read first.
         on_gpu = "" if wait in rank.waiting else f", in {wait.position().description} on the GPU; the host may be ahead"
+        where = report.report_positions(rank, wait)
         log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, on_gpu, where)
 
 
