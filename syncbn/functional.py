@@ -29,6 +29,7 @@ from syncbn.ranks.sites import FunctionCaller
 from syncbn.second_derivatives import sum_over_ranks
 from syncbn.statistics import compute_dtype, pack
 from syncbn.step import train
+from syncbn.texts import to_bool
 from syncbn.torch_batch_norm import evaluate
 from syncbn.torch_internals import is_compiling, profiler_range
 
@@ -163,8 +164,8 @@ def batch_norm_backward(
     if training:
         reduction = select_reduction(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
     try:
-        needs = (*output_mask,)
-        if len(needs) != 3:
+        needs: tuple[bool, ...] = (*output_mask,) if hasattr(output_mask, "__iter__") else ()
+        if [*map(type, map(to_bool, needs))] != [bool] * 3:
             raise ValueError(f"output_mask must be three bools, for input, weight and bias, got {output_mask!r}")
         needs_input, needs_weight, needs_bias = needs
         check_input(input, channel_dim)

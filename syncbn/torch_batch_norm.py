@@ -49,7 +49,7 @@ def train_one_rank(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
 def batch_norm(tensors: Tensors, options: Options, training: bool) -> Tensor:
     """Return y, normalised with the running statistics or, in training, with the statistics of the batch."""
     x, eps = tensors.input, options.eps
-    mean, var, weight, bias = per_channel = (*tensors.per_channel().values(),)
+    mean, var, weight, bias = per_channel = tensors.running_mean, tensors.running_var, tensors.weight, tensors.bias
     if any(tensor is not None and not (tensor.dtype == x.dtype and tensor.is_contiguous()) for tensor in per_channel):
         # F.batch_norm accepts parameters of the input's dtype, or float32 parameters with a 16-bit input. If the input
         # is in channels_last, the backward of torch 2.13 on CPUs reads parameters as if they were contiguous.
@@ -70,11 +70,12 @@ def batch_norm(tensors: Tensors, options: Options, training: bool) -> Tensor:
 
 def plain_batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
-    bias: Tensor | None, training: bool, momentum: float, eps: float,
+    bias: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Compute F.batch_norm, including its checks, without a call that `ReplaceBatchNormMode` would replace."""
+    """Compute F.batch_norm, including its checks, by an operator, which `ReplaceBatchNormMode` does not replace."""
     check_eps(eps, training)
     if training and input.numel() == input.shape[1] > 0:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
-    use_cudnn = torch.backends.cudnn.enabled
-    return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, use_cudnn)
+    use_cudnn = cudnn_enabled and torch.backends.cudnn.enabled
+    arguments = input, weight, bias, running_mean, running_var, training, momentum, eps, use_cudnn
+    return torch.ops.aten.batch_norm.default(*arguments)  # type: ignore[no-any-return]

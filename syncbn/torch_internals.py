@@ -35,6 +35,11 @@ forward_mode_level: Callable[[], int] = functools.partial(getattr, forward_ad, "
 # The classes of torch's operators. Compiled graphs call operators; programs call functions that wrap them.
 OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 
+# The forward of nn.BatchNorm1d, 2d and 3d; False if a program replaced it before it imported syncbn. A replacement may
+# have torch's __module__, copied by functools.wraps, but it has other globals.
+_forward = nn.modules.batchnorm._BatchNorm.forward
+TORCH_FORWARD = getattr(_forward, "__globals__", None) is vars(nn.modules.batchnorm) and _forward
+
 PLAIN_CLASSES = {torch.Tensor, torch.nn.Parameter}  # a Parameter made from a DTensor has the class DTensor
 PLAIN_OR_NONE = {*PLAIN_CLASSES, type(None)}
 _included_keys = torch._C._dispatch_tls_local_include_set
@@ -48,6 +53,22 @@ def constant_in_graphs(function: Function) -> Function:
     torch._dynamo."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+# The frame in which Dynamo last traced a layer with a forward of its own, and whether that forward calls batch norm.
+_traced_call: tuple[object, bool] = None, True
+
+
+@constant_in_graphs
+def note_call(called: bool) -> bool:
+    """While Dynamo traces a forward, record whether it has called batch norm. Return the previous record.
+
+    Return True if another frame has made the record: a graph break separates the frames, and Dynamo does not trace the
+    frames in between if it has cached them.
+    """
+    global _traced_call
+    old, _traced_call = _traced_call, (torch._guards.CompileContext.current_compile_id(), called)
+    return old != (_traced_call[0], False)
 
 
 @constant_in_graphs

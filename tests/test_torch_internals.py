@@ -219,3 +219,17 @@ def test_a_graph_is_no_export() -> None:
     x = torch.zeros(2)
     assert torch.compile(add_one_in_exports, backend="eager", fullgraph=True)(x).tolist() == [0, 0]
     assert torch.export.export(Model(), (x,), strict=True).module()(x).tolist() == [1, 1]
+
+
+def test_a_record_of_a_trace_is_that_of_one_frame() -> None:
+    """In another frame, and outside of any, the record is unknown."""
+
+    def record_here(x: Tensor) -> Tensor:
+        internals.note_call(False)
+        return x + internals.note_call(True)
+
+    x = torch.zeros(())
+    assert torch.compile(record_here, backend="eager", fullgraph=True)(x) == 0
+    internals.note_call(False)
+    assert torch.compile(lambda x: x + internals.note_call(False), backend="eager", fullgraph=True)(x) == 1
+    assert internals.note_call(True)

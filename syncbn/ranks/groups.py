@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from syncbn.ranks.collective import Collective
 from syncbn.ranks.sites import FunctionCaller, call_site
+from syncbn.ranks.watchdog import recorded
 from syncbn.texts import find_frame, warn, warn_once
 from syncbn.torch_internals import constant_in_graphs, existing_groups, group_device, group_timeout
 
@@ -35,6 +36,10 @@ class GlobalRanks:
     On a rank outside of the group, `ranks` is empty, because new_group returns GroupMember.NON_GROUP_MEMBER there.
     """
 
+    # Whether the group was destroyed. A group of the same ranks does not replace it: it may have been destroyed on this
+    # rank alone, and the other ranks may wait in it.
+    was_destroyed = False
+
     def __init__(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None = None) -> None:
         self.ranks, self.handle = ranks, handle
 
@@ -48,7 +53,7 @@ class GlobalRanks:
         return f"ranks {list(self.ranks)}" if self.ranks else "a group without this rank"
 
     def group(self) -> dist.ProcessGroup | None:
-        """Return the ProcessGroup. After unpickling, or if the group was destroyed, return the oldest existing group of
+        """Return the ProcessGroup, or None if it was destroyed. After unpickling, return the oldest existing group of
         exactly these ranks, or None if there is none."""
         _refresh_handle(self)
         return self.handle
@@ -57,10 +62,12 @@ class GlobalRanks:
 @constant_in_graphs
 def _refresh_handle(spec: GlobalRanks) -> None:
     candidates = existing_groups()
-    if spec.handle not in candidates:
-        spec.handle = next(
-            (group for group in candidates if tuple(dist.get_process_group_ranks(group)) == spec.ranks), None
-        )
+    if spec.handle is not None and spec.handle not in candidates:
+        # A handle would keep the connections of the group open, on which other ranks may wait.
+        spec.handle, spec.was_destroyed = None, True
+    elif spec.handle is None and not spec.was_destroyed:
+        same_ranks = (group for group in candidates if tuple(dist.get_process_group_ranks(group)) == spec.ranks)
+        spec.handle = next(same_ranks, None)
 
 
 THIS_RANK_ALONE = 1  # the spec of a group of one rank, for which no ProcessGroup is created
@@ -81,18 +88,19 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
         return GlobalRanks(())
     if isinstance(process_group, int) and not isinstance(process_group, bool):
         if process_group < 1:
-            raise ValueError(f"process_group={process_group}: an int is the number of ranks per group, at least 1")
+            what = f"process_group={process_group}: an int is the number of ranks per group, at least 1"
+            raise recorded(ValueError(what))
         return process_group
     if isinstance(process_group, dist.ProcessGroup):
         is_written_in_python = type(process_group).allreduce is not dist.ProcessGroup.allreduce  # such as torchft's
         if process_group not in existing_groups() or is_written_in_python:
             what = f"process_group is a {type(process_group).__name__} that was destroyed, or that was not created by"
             remedy = "pass an existing group, or None for the default group"
-            raise ValueError(f"{what} torch.distributed.new_group(); {remedy}")
+            raise recorded(ValueError(f"{what} torch.distributed.new_group(); {remedy}"))
         return GlobalRanks(tuple(dist.get_process_group_ranks(process_group)), process_group)
     remedy = 'for a DeviceMesh, pass mesh.get_group(); for one group per node, int(os.environ["LOCAL_WORLD_SIZE"])'
-    what = f"got {process_group!r} of type {type(process_group).__name__}"
-    raise TypeError(f"process_group must be None, a ProcessGroup or an int (ranks per group), {what}; {remedy}")
+    what = f"(ranks per group), got {process_group!r} of type {type(process_group).__name__}"
+    raise recorded(TypeError(f"process_group must be None, a ProcessGroup or an int {what}; {remedy}"))
 
 
 def to_user(spec: GroupSpec) -> ProcessGroupLike:
@@ -124,16 +132,17 @@ def lookup(spec: GroupSpec) -> dist.ProcessGroup | None:
             return default_group if spec in made else None
         if group_of_int in existing_groups():
             return group_of_int
-        raise RuntimeError(f"the group of process_group={spec} was destroyed; set layer.process_group to another group")
+        what = f"the group of process_group={spec} was destroyed"
+        raise recorded(RuntimeError(f"{what}; set layer.process_group to another group"))
     group = spec.group()
     if group is not None:
         return group
     group_of_layer = f"the layer's process_group ({spec})"
     if not includes_this_rank(spec):
         remedy = "set layer.process_group on each rank to a group that contains it, or to None for the default group"
-        raise ValueError(f"this rank is not in {group_of_layer} and cannot train it; {remedy}")
+        raise recorded(ValueError(f"this rank is not in {group_of_layer} and cannot train it; {remedy}"))
     remedy = "create the group and set layer.process_group to it, or to None for the default group"
-    raise RuntimeError(f"{group_of_layer} was destroyed, or no such group exists here; {remedy}")
+    raise recorded(RuntimeError(f"{group_of_layer} was destroyed, or no such group exists here; {remedy}"))
 
 
 def size(spec: GroupSpec) -> int:
@@ -207,8 +216,15 @@ def _make_groups(spec: int) -> None:
     default_group = dist.group.WORLD
     if default_group is not None and lookup(spec) is None:
         caller = FunctionCaller(f"the creation of groups for process_group={spec!r}", is_signed=False)
-        with Collective(call_site(caller, default_group), 1, "creation"):
+        collective = Collective(call_site(caller, default_group), 1, "creation")
+        collective.begin()
+        try:
             _make(spec, default_group)
+        except RuntimeError as error:
+            collective.raise_with_positions(error)
+            raise
+        finally:
+            del collective.rank.waiting[collective]
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
@@ -223,7 +239,7 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     if group_size == 0:
         return None
     if not isinstance(group_size, int) or group_size < 0:
-        raise ValueError(f"group_size must be an int that is not negative, got {group_size!r}")
+        raise recorded(ValueError(f"group_size must be an int that is not negative, got {group_size!r}"))
     if dist.group.WORLD is None:
         raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
     _make_groups(group_size)

@@ -16,7 +16,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from syncbn.ranks.collective import Collective, all_reduce
 from syncbn.ranks.groups import GroupSpec, resolve
 from syncbn.ranks.sites import Caller, Site, call_site
 from syncbn.ranks.status import StreamStatus, captured_sequence_number, status_of
+from syncbn.ranks.watchdog import recorded
 from syncbn.texts import ONE_VALUE_PER_CHANNEL
 from syncbn.torch_internals import (
     PLAIN_CLASSES,
@@ -52,6 +53,7 @@ from syncbn.torch_internals import (
     is_jit_tracing,
     is_transformed,
     is_wrapped,
+    note_call,
     stream_handle,
 )
 
@@ -177,8 +179,11 @@ class EagerReduction(Reduction):
     pending_collective: Collective | None = None
     status: StreamStatus  # the status words of the stream, on a GPU
 
-    def __init__(self, group: dist.ProcessGroup, site: Site, dtype: torch.dtype | None, in_backward: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, site: Site, input: object, in_backward: bool) -> None:
+        dtype, requires_grad = getattr(input, "dtype", None), getattr(input, "requires_grad", True)
         site.num_calls += 1
+        site.lacks_grad = not requires_grad and (site.required_grad or site.num_calls == 1)
+        site.required_grad |= requires_grad
         self.group, self.site, self.call_number, self.dtype = group, site, site.num_calls, dtype
         self.num_ranks, self.signatures, self.in_backward = site.group_state.num_ranks, site.signatures, in_backward
         self.forward_signature = site.signatures["forward", dtype]
@@ -222,9 +227,12 @@ class EagerReduction(Reduction):
         faults = list[Exception]()  # The traceback of a fault refers to this frame, which must not refer to the fault.
         if self.call_number == 1 and pass_name == "forward":
             self.site.write_call(payload.num_channels(sent))
-        with collective:
+        collective.begin()
+        try:
             if status_words is not None and status_words.sequence_number > 0:
                 self.status.recent.append(collective)
+            if self.argument_error is not None:  # If the other ranks send another size, gloo may end this process.
+                report.record_at_once(self.site.rank, self.argument_error)
             total = all_reduce(sent, self.group, self.site.all_to_all_size, use_operator)
             if status_words is None and total.is_cpu and type(total) is Tensor:  # not a FakeTensor, which has no values
                 trailer = total[TRAILER].tolist()
@@ -233,7 +241,13 @@ class EagerReduction(Reduction):
                 ranks_differ = trailer[IS_SIGNED] * trailer[SQUARE] != trailer[SIGNATURE] * trailer[SIGNATURE]
                 if ranks_differ or trailer[NUM_VALUES] != trailer[NUM_VALUES]:
                     faults = _diagnose(collective, total, ranks_differ, self.argument_error)
-        if faults:  # after the `with` block, which would report a failed collective
+                    self.signatures = self.site.signatures  # The backward signs with the number on which ranks agreed.
+        except RuntimeError as failure:
+            collective.raise_with_positions(failure)
+            raise
+        finally:
+            del collective.rank.waiting[collective]
+        if faults:  # after the block above, which would report a failed collective
             raise faults.pop()
         return total
 
@@ -319,11 +333,14 @@ def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: 
     # repr gives every NaN the same text.
     key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
     calls = report.gather_calls(rank, state.ranks, key, collective.to_report(error))
-    fault = report.explain(rank, state.ranks, collective, calls, ranks_differ, can_renumber=True)
+    answers = [call for call in calls if call is not None]
+    can_renumber = state.retired_numbers.isdisjoint((call.layer, call.instance_number) for call in answers)
+    fault = report.explain(rank, state.ranks, collective, calls, ranks_differ, can_renumber)
     if isinstance(fault, report.RanksDifferError):
         return [fault]
-    answers = [call for call in calls if call is not None]
     if len({call.instance_number for call in answers}) > 1:
+        # In its first call a layer has a number on which the ranks have not agreed yet.
+        state.retired_numbers.update((call.layer, call.instance_number) for call in answers if call.call_number > 1)
         site.set_instance_number(max(call.next_instance_number for call in answers))
     return [*filter(None, (error or fault,))]
 
@@ -353,11 +370,11 @@ def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> R
         what = (
             "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm over ranks"
         )
-        raise RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()")
+        raise recorded(RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()"))
     return eager_reduction(spec, caller, input, current_backward() != -1)
 
 
-def eager_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None, in_backward: bool = False) -> Reduction:
+def eager_reduction(spec: GroupSpec, caller: Caller, input: object, in_backward: bool = False) -> Reduction:
     """Return the reduction of a call in eager mode, and count the call. `in_backward`: the call is made in a backward,
     for example by a recompute of activation checkpointing. **Raises** the errors of `resolve`."""
     group = dist.group.WORLD if spec is None else groups.lookup(spec)
@@ -370,8 +387,7 @@ def eager_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None, in_ba
         group, site = _look_up(spec, caller)
     if group is None or site is None:
         return ONE_RANK
-    dtype = input.dtype if type(input) is Tensor else getattr(input, "dtype", None)
-    return EagerReduction(group, site, dtype, in_backward)
+    return EagerReduction(group, site, input, in_backward)
 
 
 def _look_up(spec: GroupSpec, caller: Caller) -> tuple[dist.ProcessGroup | None, Site | None]:
@@ -385,30 +401,29 @@ def _look_up(spec: GroupSpec, caller: Caller) -> tuple[dist.ProcessGroup | None,
 
 
 def graph_reduction(spec: GroupSpec) -> Reduction:
-    """Return the reduction of a call in a compiled graph.
-
-    **Raises** RuntimeError if groups would have to be created, and in an export over several ranks.
-    """
+    """Return the reduction of a call in a compiled graph. **Raises** the errors of `_check_graph`."""
+    note_call(True)
+    if spec == groups.THIS_RANK_ALONE:
+        return ONE_RANK
+    _check_graph(spec)
     # Dynamo guards WORLD, so it recompiles for another default group. In graphs of torch 2.11, however, WORLD is never
     # None, so is_initialized() is tested too, which Dynamo evaluates to a constant without a guard.
-    if spec == groups.THIS_RANK_ALONE or dist.group.WORLD is None or not dist.is_initialized():
-        return ONE_RANK
+    group = groups.lookup(spec) if dist.group.WORLD is not None and dist.is_initialized() else None
+    return ONE_RANK if group is None or group.size() == 1 else GraphReduction(group)
+
+
+@constant_in_graphs  # If Dynamo traced a raise, it would break the graph and run the layer in eager mode.
+def _check_graph(spec: GroupSpec) -> None:
+    """**Raises** the errors of `groups.lookup`; RuntimeError if groups would have to be created, and in an export over
+    several ranks."""
     group = groups.lookup(spec)
-    if group is None:
+    if group is None and dist.is_initialized():
         what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
         remedy = "construct or convert the layers after torch.distributed.init_process_group()"
-        _raise_in_graph(f"{what}; {remedy}")
-    if group.size() == 1:
-        return ONE_RANK
-    if is_exporting():
+        raise RuntimeError(f"{what}; {remedy}")
+    if group is not None and group.size() > 1 and is_exporting():
         what = "torch.export cannot record batch norm over several ranks in training"
-        _raise_in_graph(f"syncbn: {what}; call model.eval() or syncbn.revert_syncbn_model(model) first")
-    return GraphReduction(group)
-
-
-@constant_in_graphs  # If Dynamo traced the raise, it would break the graph and run the layer in eager mode.
-def _raise_in_graph(message: str) -> NoReturn:
-    raise RuntimeError(message)
+        raise RuntimeError(f"syncbn: {what}; call model.eval() or syncbn.revert_syncbn_model(model) first")
 
 
 def record_ranks(caller: Caller, reduction: Reduction) -> None:

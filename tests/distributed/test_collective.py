@@ -2,6 +2,9 @@
 
 import datetime
 import functools
+import gc
+import sys
+from types import FrameType
 from unittest import mock
 
 import pytest
@@ -15,7 +18,8 @@ from voting import Ranks
 
 import syncbn
 from syncbn import torch_internals
-from syncbn.ranks import collective, report
+from syncbn.ranks import collective, reduction, report
+from syncbn.ranks.watchdog import this_rank
 
 
 def gathered(ranks: Ranks, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -79,3 +83,42 @@ def test_ranks_with_payloads_on_both_sides_of_64_kb(ranks: Ranks, monkeypatch: p
     layer = syncbn.SyncBatchNorm1d(4090 + 10 * ranks.rank, device=ranks.device, process_group=group)
     with pytest.raises(RuntimeError, match=r"with 4090 channels over ranks 0-1(; .*)?\nrank 1: .* with 4100 channels"):
         layer(torch.randn(2, layer.num_features, device=ranks.device))
+
+
+@pytest.mark.two_ranks
+def test_an_interrupt_leaves_no_collective_that_is_over(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises KeyboardInterrupt at the entry of a Python function or after a call of C: interrupt at each.
+
+    The ranks do not communicate, as they would wait for one another."""
+    layer, x = syncbn.SyncBatchNorm1d(3, device=ranks.device), torch.randn(4, 3, device=ranks.device)
+    layer(x)
+    monkeypatch.setattr(reduction, "all_reduce", lambda payload, *_: payload)
+    remaining = 0
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal remaining
+        remaining -= event in ("call", "c_return")
+        if remaining == 0:
+            raise KeyboardInterrupt
+
+    def was_interrupted(after: int) -> bool:
+        nonlocal remaining
+        remaining = after
+        try:
+            sys.setprofile(interrupt)
+            layer(x)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    gc.disable()
+    try:
+        after = 1
+        while was_interrupted(after):
+            assert not this_rank().waiting, after
+            after += 1
+    finally:
+        gc.enable()
+    assert after > 30
