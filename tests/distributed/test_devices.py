@@ -43,12 +43,6 @@ def test_training_step(ranks: Ranks, name: str, masked: bool) -> None:
         layer(x, z).sum().backward()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="The rank with the bad argument expects NaN in the total, which a FakeTensor does not have, and raises an "
-    "AssertionError that calls itself an internal error.",
-)
 @pytest.mark.two_ranks
 def test_a_bad_argument_of_fake_tensors(ranks: Ranks) -> None:
     """As without a group. Every rank has it: one rank alone may run FakeTensors, and sends nothing."""

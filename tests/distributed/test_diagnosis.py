@@ -400,19 +400,8 @@ def test_an_error_of_one_rank_alone_is_reported_by_the_others(
     dist.barrier()
 
 
-NOT_RECORDED = (
-    "On the fast path, the calls of kernels after the all_reduce are outside of any block that records errors."
-)
-
-
 @pytest.mark.parametrize("pass_name", ["forward", "backward"])
-@pytest.mark.parametrize(
-    "context",
-    [
-        pytest.param(contextlib.nullcontext, id="fast path", marks=pytest.mark.xfail(strict=True, reason=NOT_RECORDED)),
-        pytest.param(DebugMode, id="fallback"),
-    ],
-)
+@pytest.mark.parametrize("context", [contextlib.nullcontext, DebugMode], ids=["fast path", "dispatched"])
 def test_an_error_after_the_all_reduce_is_recorded(
     ranks: Ranks, pass_name: str, context: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
