@@ -7,7 +7,7 @@ steps, and through them too for any other error before the all_reduce of its for
    `raise_on_all_ranks`.
 2. This rank joins the all_reduce of the pass with sums of the likely number of channels, all 0, and n = NaN.
 3. Every rank receives n = NaN. On CPUs each rank writes its own report to the store and reads those of the others
-   (`_diagnose` in ranks/reduction.py, ranks/report.py). This rank raises its error, and the other ranks an error that
+   (`_diagnose` in ranks/calls.py, ranks/report.py). This rank raises its error, and the other ranks an error that
    names this rank and contains the text of its error.
 4. On GPUs a kernel finds the NaN and stores it in status words. The other ranks raise at a later call
    (ranks/status.py).
@@ -28,14 +28,12 @@ from torch.nn.parameter import is_lazy
 from syncbn import payload
 from syncbn.arguments import Options, Tensors, check_training, require_float64
 from syncbn.kernels import select
-from syncbn.ranks.reduction import Reduction, eager_reduction
+from syncbn.ranks.calls import Call, eager_call
 from syncbn.ranks.sites import Caller
 from syncbn.tracing import refuse_proxies
 
 
-def check_on_all_ranks(
-    tensors: Tensors, options: Options, caller: Caller, reduction: Reduction, needs_float64: bool
-) -> Options:
+def check_on_all_ranks(tensors: Tensors, options: Options, caller: Caller, call: Call, needs_float64: bool) -> Options:
     """Check all arguments of a training step, and return the options with eps and momentum as floats. **Raises** on
     every rank if the arguments of this rank are invalid."""
     try:
@@ -43,46 +41,46 @@ def check_on_all_ranks(
         if needs_float64:
             require_float64(tensors.input)
     except Exception as error:  # of any class: a subclass of a layer or of Tensor may raise anything
-        raise_on_all_ranks(error, tensors, options, caller, reduction)
+        raise_on_all_ranks(error, tensors, options, caller, call)
     return options
 
 
 def raise_on_all_ranks(
-    error: Exception, tensors: Tensors, options: Options, caller: Caller, reduction: Reduction | None,
+    error: Exception, tensors: Tensors, options: Options, caller: Caller, call: Call | None,
     pass_name: str = "forward",
 ) -> NoReturn:  # fmt: skip
     """Raise `error`. Unless this rank has begun an all_reduce of this call, first join that of the other ranks with
-    n = NaN, so that every rank raises. A `reduction` of None is selected here.
+    n = NaN, so that every rank raises. A `call` of None is selected here.
 
     On GPUs the other ranks raise at a later call. Only this rank raises in a compiled graph, in a trace of torch.fx, on
     a GPU without Triton, if no argument determines the number of channels, or if the group does not exist. In eager
     mode the reports of the other ranks contain `error` in these cases.
     """
     try:
-        if reduction is None:
+        if call is None:
             with contextlib.suppress(Exception):  # The look-up of the group may be what has raised `error`.
-                reduction = eager_reduction(options.process_group, caller, tensors.input)
-        if reduction is None:
+                call = eager_call(options.process_group, caller, tensors.input)
+        if call is None:
             raise error
-        if not reduction.has_begun:
+        if not call.has_begun:
             refuse_proxies(tensors)
             num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
-            reads_nan = reduction.reads_trailer and (device.type == "cpu" or select.checks_totals(device))
+            reads_nan = call.reads_trailer and (device.type == "cpu" or select.checks_totals(device))
             if num_channels is not None and reads_nan:
-                _join(error, reduction, num_channels, device, pass_name)
-        reduction.record_error(error)
+                _join(error, call, num_channels, device, pass_name)
+        call.record_error(error)
         raise error
     finally:  # The traceback of `error` holds this frame. This reference cycle would keep the group alive.
         del error
 
 
-def _join(error: Exception, reduction: Reduction, num_channels: int, device: torch.device, pass_name: str) -> None:
+def _join(error: Exception, call: Call, num_channels: int, device: torch.device, pass_name: str) -> None:
     """Issue the all_reduce of this pass with n = NaN, which raises `error`. Under a FakeTensorMode the total has no
     values, and this function returns."""
     zeros = torch.zeros(2 * num_channels, dtype=torch.float64, device=device)
     try:
-        with reduction.recording_errors():
-            reduction.sign_and_all_reduce(payload.from_sums(zeros, math.nan), pass_name, error)
+        with call.recording_errors():
+            call.sign_and_all_reduce(payload.from_sums(zeros, math.nan), pass_name, error)
     finally:
         del error
 

@@ -177,7 +177,7 @@ def _set_names(model: nn.Module) -> None:
     for name, layer in root.named_modules():
         path = ".".join(part for part in name.split(".") if part not in ("", "_orig_mod"))
         if path and isinstance(layer, SyncBatchNorm):
-            vars(layer).update(_syncbn_name=(type(root).__name__, escape_surrogates(path)), _call_site=None)
+            vars(layer).update(_syncbn_name=(type(root).__name__, escape_surrogates(path)), _syncbn_site=None)
 
 
 def _apply(changes: list[Change]) -> None:
@@ -276,7 +276,7 @@ class _SyncSubclass(SyncBatchNorm):
 def run_forward(layer: SyncBatchNorm, forward: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Call `forward`, a forward of the layer that is neither torch's nor syncbn's. In it torch's batch norm is
     synchronised. In training, warn if it calls no batch norm."""
-    layer._current_options()  # If an option has changed, this resets the call site and with it the signature.
+    layer._current_options()  # If an option has changed, this resets the site and with it the signature.
     replaced = ReplaceBatchNormMode(layer)
     if is_compiling() or not layer.training:
         note_call(not layer.training)  # Evaluation needs no call of batch norm.

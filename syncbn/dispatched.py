@@ -2,7 +2,7 @@
 
 Direct kernels access the memory of plain tensors past the dispatcher. Everything in this file uses kernels that consist
 of operators instead: those of operators.py, which wrap the direct kernels, or the torch operations of reference.py. The
-pass is the same for both: `Reduction.forward` and `Reduction.backward`.
+pass is the same for both: `Call.forward` and `Call.backward`.
 
     dispatched_back_end   chooses between operators.py and reference.py
     normalize             runs a forward inside an autograd Function, `_DispatchedStep`: a compiler, torch.func and
@@ -35,7 +35,7 @@ from syncbn.kernels.interface import (
     Saved,
     StatusWords,
 )
-from syncbn.ranks.reduction import Reduction
+from syncbn.ranks.calls import Call
 from syncbn.torch_internals import (
     constant_in_graphs,
     inside_functorch,
@@ -45,7 +45,7 @@ from syncbn.torch_internals import (
     profiler_range,
 )
 
-StaticArguments: TypeAlias = tuple[ForwardConfig, Reduction]  # the first argument of a Function
+StaticArguments: TypeAlias = tuple[ForwardConfig, Call]  # the first argument of a Function
 
 
 def dispatched_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: Tensor | None) -> BackEnd:
@@ -108,16 +108,16 @@ def requires_grad(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple[Tensor, Tensor]:
+def normalize(tensors: Tensors, options: Options, call: Call) -> tuple[Tensor, Tensor]:
     """Return y and the statistics for checked, plain, dense tensors without a mask. No buffers are updated."""
-    reduction.refuse_transforms(tensors.input)
-    static = forward_config(tensors, options), reduction
+    call.refuse_transforms(tensors.input)
+    static = forward_config(tensors, options), call
     y, statistics = apply_function(_DispatchedStep, static, *tensors.differentiable(), tensors.num_values)
     return y, statistics
 
 
 def gradients(
-    config: ForwardConfig, dy: Tensor | None, saved: Saved, needed: Needed, reduction: Reduction,
+    config: ForwardConfig, dy: Tensor | None, saved: Saved, needed: Needed, call: Call,
     num_values: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """Return the gradients, computed from dy and the saved tensors, whose dtype or device saved_tensors_hooks may have
@@ -142,13 +142,11 @@ def gradients(
     dy, of_backward = dense(dy), backward_config(config, dy, weight, needed)
     with profiler_range("syncbn.backward"):
         if torch.is_grad_enabled():
-            grads = second_derivatives.graph_gradients(config, of_backward, dy, saved, reduction)
+            grads = second_derivatives.graph_gradients(config, of_backward, dy, saved, call)
         else:
-            reduction.refuse_transforms(dy)
+            call.refuse_transforms(dy)
             kernels = dispatched_back_end(of_backward, *saved, dy).Backward(of_backward)
-            grads = reduction.backward(
-                kernels if num_values is None else _WithNumValues(kernels, num_values), dy, saved
-            )
+            grads = call.backward(kernels if num_values is None else _WithNumValues(kernels, num_values), dy, saved)
     return grads if unmasked_dy is None else (*grads[:3], unmasked_dy)
 
 
@@ -176,7 +174,7 @@ class _WithNumValues(BackwardKernels):
 
 
 class _DispatchedStep(torch.autograd.Function):
-    """Normalise: ((config, reduction), x, weight, bias, residual, num_values) -> y, statistics.
+    """Normalise: ((config, call), x, weight, bias, residual, num_values) -> y, statistics.
 
     The statistics over all ranks are an output, because torch.func saves only inputs and outputs. They are not
     differentiable. The tensors saved for backward are those of `_Step` in step.py.
@@ -187,13 +185,13 @@ class _DispatchedStep(torch.autograd.Function):
         static: StaticArguments, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
         num_values: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        config, reduction = static
+        config, call = static
         kernels = dispatched_back_end(config, x, weight, bias, residual).Forward(config)
-        return reduction.forward(kernels, (x, weight, bias, residual), num_values)
+        return call.forward(kernels, (x, weight, bias, residual), num_values)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        (ctx.config, ctx.reduction), x, weight, *_ = inputs
+        (ctx.config, ctx.call), x, weight, *_ = inputs
         y, statistics = output
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
@@ -204,5 +202,5 @@ class _DispatchedStep(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:5]
         if is_compiling() and inside_functorch():  # Dynamo does not know what torch.func differentiates.
             needed = True, True, True, ctx.config.has_residual
-        with ctx.reduction.recording_errors():
-            return None, *gradients(ctx.config, dy, ctx.saved_tensors, needed, ctx.reduction), None
+        with ctx.call.recording_errors():
+            return None, *gradients(ctx.config, dy, ctx.saved_tensors, needed, ctx.call), None

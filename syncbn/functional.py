@@ -23,8 +23,8 @@ from syncbn.kernels.interface import ForwardConfig
 from syncbn.kernels.layout import Layout
 from syncbn.kernels.reference import subtract_mean
 from syncbn.kernels.select import reason_forced
+from syncbn.ranks.calls import ONE_RANK, Call, record_ranks, select_call
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
-from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, select_reduction
 from syncbn.ranks.sites import FunctionCaller
 from syncbn.second_derivatives import sum_over_ranks
 from syncbn.statistics import compute_dtype, pack
@@ -160,9 +160,9 @@ def batch_norm_backward(
         RuntimeError: as in `sync_batch_norm`.
         ValueError, TypeError: an argument is invalid. In eager mode the other ranks raise too if `mean` has shape (C,).
     """
-    reduction: Reduction = ONE_RANK
+    call: Call = ONE_RANK
     if training:
-        reduction = select_reduction(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
+        call = select_call(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
     try:
         needs: tuple[bool, ...] = (*output_mask,) if hasattr(output_mask, "__iter__") else ()
         if [*map(type, map(to_bool, needs))] != [bool] * 3:
@@ -179,9 +179,9 @@ def batch_norm_backward(
     except Exception as error:  # The code of a Tensor subclass may raise any exception.
         tensors = Tensors(input, weight=weight, running_mean=mean, running_var=invstd)
         options = Options(channel_dim=channel_dim)
-        raise_on_all_ranks(error, tensors, options, _BATCH_NORM_BACKWARD, reduction, "backward")
+        raise_on_all_ranks(error, tensors, options, _BATCH_NORM_BACKWARD, call, "backward")
 
-    with torch.no_grad(), reduction.recording_errors():
+    with torch.no_grad(), call.recording_errors():
         layout = Layout.of(input, channel_dim)
         if weight is None:
             weight = torch.ones_like(mean, dtype=compute_dtype(input.dtype))
@@ -192,7 +192,7 @@ def batch_norm_backward(
         config = ForwardConfig(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
         needed = needs_input and training, needs_weight, needs_bias, False
         dy, saved = grad_output.to(input.dtype), (input, weight, statistics, None)
-        grad_input, grad_weight, grad_bias, _ = gradients(config, dy, saved, needed, reduction, num_values)
+        grad_input, grad_weight, grad_bias, _ = gradients(config, dy, saved, needed, call, num_values)
         if needs_input and not training:
             scale = (invstd * weight.double()).to(compute_dtype(input.dtype))[:, None]
             grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)
@@ -235,13 +235,13 @@ def sync_batch_stats(
     """
     options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
     tensors, options, _ = unwrap(Tensors(input, mask=mask), options)
-    reduction = select_reduction(options.process_group, _SYNC_BATCH_STATS, tensors.input)
-    options = check_on_all_ranks(tensors, options, _SYNC_BATCH_STATS, reduction, needs_float64=True)
-    with profiler_range("syncbn.forward"), reduction.recording_errors():
+    call = select_call(options.process_group, _SYNC_BATCH_STATS, tensors.input)
+    options = check_on_all_ranks(tensors, options, _SYNC_BATCH_STATS, call, needs_float64=True)
+    with profiler_range("syncbn.forward"), call.recording_errors():
         tensors = make_dense(apply_mask(tensors, channel_dim)[0], channel_dim)
         x = tensors.input
-        (total,) = apply_function(_Sums, (forward_config(tensors, options), reduction), x, tensors.num_values)
-    record_ranks(_SYNC_BATCH_STATS, reduction)
+        (total,) = apply_function(_Sums, (forward_config(tensors, options), call), x, tensors.num_values)
+    record_ranks(_SYNC_BATCH_STATS, call)
     count = payload.num_values(total).detach()
     mean, mean_square = (payload.sums(total) / count.clamp(min=1)).chunk(2)
     var = mean_square - mean.square()
@@ -251,7 +251,7 @@ def sync_batch_stats(
 
 
 class _Sums(torch.autograd.Function):
-    """Sum over all ranks: ((config, reduction), x, num_values) -> the total of the payload, see payload.py.
+    """Sum over all ranks: ((config, call), x, num_values) -> the total of the payload, see payload.py.
 
     The arguments are those of dispatched._DispatchedStep. x and the total are saved for backward. Forward and backward
     issue one all_reduce each. The gradient is d(sum x) + 2 x d(sum x^2), with x computed as center + (x - center). The
@@ -260,26 +260,26 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     def forward(static: StaticArguments, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
-        config, reduction = static
+        config, call = static
         sent = dispatched_back_end(config, x).Forward(config).forward_sums(x)
         if num_values is not None:
             sent = payload.with_num_values(sent, num_values)
-        return (sum_over_ranks(sent, reduction, "forward"),)
+        return (sum_over_ranks(sent, call, "forward"),)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:
-        (ctx.config, ctx.reduction), x, _ = inputs
+        (ctx.config, ctx.call), x, _ = inputs
         ctx.save_for_backward(x, *output)
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[None, Tensor, None]:
         num_channels = ctx.config.layout.sizes[1]
-        with profiler_range("syncbn.backward"), ctx.reduction.recording_errors():
+        with profiler_range("syncbn.backward"), ctx.call.recording_errors():
             x, total = ctx.saved_tensors
             total = total.detach()
             center = payload.sums(total)[:num_channels] / payload.num_values(total).clamp(min=1)
             sent = payload.from_sums(payload.sums(grad_total))
-            grad_sum, grad_square = payload.sums(sum_over_ranks(sent, ctx.reduction, "backward")).chunk(2)
+            grad_sum, grad_square = payload.sums(sum_over_ranks(sent, ctx.call, "backward")).chunk(2)
             at_center, slope = grad_sum + 2 * grad_square * center, 2 * grad_square
             if torch.is_grad_enabled():
                 layout = ctx.config.layout

@@ -65,7 +65,7 @@ class SyncBatchNorm(_BatchNorm):
     fuse_relu: bool = False
     # Number of ranks that the last training step in eager mode synchronised; None before the first step.
     _synchronised_ranks: int | None = None
-    _call_site: Site | None = None  # The call site of this layer in its group, see ranks/sites.py.
+    _syncbn_site: Site | None = None  # The site of this layer in its group, see ranks/sites.py.
     # Class of the module that `convert_syncbn_model` converted, and dotted name of this layer in it. Compiled graphs do
     # not read the name: Dynamo would guard on it and recompile each repeated block.
     _syncbn_name: tuple[str, str] | None = None
@@ -186,7 +186,7 @@ class SyncBatchNorm(_BatchNorm):
             if not is_compiling():  # Dynamo would recompile the graph for an attribute that changes.
                 # object.__setattr__ bypasses a __setattr__ of a subclass, which may raise.
                 object.__setattr__(self, "_options", options)
-                object.__setattr__(self, "_call_site", None)  # The signature of the call site depends on the options.
+                object.__setattr__(self, "_syncbn_site", None)  # The signature of the site depends on the options.
         return options
 
     def _replicate_for_data_parallel(self) -> Self:
@@ -331,7 +331,7 @@ class _Pool(CopiedAsNone):
                 "only those are updated; pass self.running_mean and self.running_var to F.batch_norm, and no buffers "
                 "to functional_call"
             )
-            raise_on_all_ranks(error, tensors, options, layer, reduction=None)
+            raise_on_all_ranks(error, tensors, options, layer, call=None)
         y, statistics = train(tensors.without_running_stats(), options, layer)
         if current_backward() == -1:
             sums = to_sums(statistics.detach(), len(running_mean))

@@ -14,7 +14,7 @@ is their sum over all ranks:
 
 The sums are not centred, so uneven and empty ranks are not special cases. A rank that does not sign, as in a compiled
 graph, sends zeros after NUM_VALUES. By the Cauchy-Schwarz inequality sum 1 * sum s^2 = (sum s)^2 holds only if all
-signatures are equal. On a CPU the host reads the trailer of the total (`EagerReduction.all_reduce`), on a GPU a kernel.
+signatures are equal. On a CPU the host reads the trailer of the total (`EagerCall.all_reduce`), on a GPU a kernel.
 
 **The id of a call** tells the backwards of two calls of one layer apart:
 
@@ -25,7 +25,7 @@ differ, and the next call of all ranks has the next id. A rank counts each train
 eager mode when the call begins: also a call in torch.no_grad, a recompute of activation checkpointing, and a call that
 raises an error before or after its all_reduce. A rank does not count calls in compiled graphs.
 
-The id stays with the call, in `Reduction.call_id`, and is not saved for backward. Under checkpointing with
+The id stays with the call, in `Call.call_id`, and is not saved for backward. Under checkpointing with
 use_reentrant=False, saved tensors come from the recomputed forward. Ranks that run two backwards in different orders
 would recompute different calls together, and give them one id. Without an id a rank does not sign a backward: if no
 rank has signed the forward, if this rank could not read its total, or if the forward was itself made in a backward, as

@@ -9,7 +9,7 @@ Symbols: C channels; n values per channel over all ranks r; x, y and dy of any s
               grad_weight = sum dy * (x - mean) * invstd,  grad_bias = sum dy
                             (sums over this rank: DistributedDataParallel averages them)
 
-Each pass computes local sums, issues one all_reduce and computes outputs: `Reduction.forward` and `Reduction.backward`,
+Each pass computes local sums, issues one all_reduce and computes outputs: `Call.forward` and `Call.backward`,
 for every training call. Calls differ in what comes before the pass, and in the kernels:
 
     call                                                       way                  kernels              Function
@@ -41,7 +41,7 @@ from syncbn.inputs import apply_mask, make_dense, unwrap
 from syncbn.kernel_cache import backward_cache, forward_cache, forward_config
 from syncbn.kernels import reference
 from syncbn.kernels.interface import ForwardKernels
-from syncbn.ranks.reduction import Reduction, eager_reduction, record_ranks, select_reduction
+from syncbn.ranks.calls import Call, eager_call, record_ranks, select_call
 from syncbn.ranks.sites import Caller
 from syncbn.statistics import update_buffers
 from syncbn.torch_batch_norm import train_one_rank
@@ -64,7 +64,7 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
     if not (in_profiler_range or is_eager()):
         return _train_watched(tensors, options, caller)
     arguments, in_backward = (tensors, options, caller), current_backward() != -1
-    wrap = found = reduction = None
+    wrap = found = call = None
     try:
         if not PLAIN_OR_NONE.issuperset(map(type, tensors)):
             tensors, options, wrap = unwrap(tensors, options)
@@ -78,19 +78,19 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
                 tensors, wrap = apply_mask(tensors, options.channel_dim, wrap)
             if needs_copy:
                 tensors = make_dense(tensors, options.channel_dim, kernels.config.layout)
-            reduction = eager_reduction(options.process_group, caller, tensors.input, in_backward)
+            call = eager_call(options.process_group, caller, tensors.input, in_backward)
             x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
-            if reduction.group is None and num_values is None:  # The local sums are the total, unchanged.
+            if call.group is None and num_values is None:  # The local sums are the total, unchanged.
                 kernels = kernels.for_single_rank or kernels
             inputs, buffers = (x, weight, bias, z), (running_mean, running_var, counter)
-            y, statistics = reduction.forward(kernels, inputs, num_values, buffers, options.momentum)
+            y, statistics = call.forward(kernels, inputs, num_values, buffers, options.momentum)
     except Exception as error:  # of any class: by a Tensor subclass, or because a kernel cannot be compiled
-        raise_on_all_ranks(error, tensors, options, caller, reduction)
-    if reduction is None:  # There are no direct kernels for these tensors.
+        raise_on_all_ranks(error, tensors, options, caller, call)
+    if call is None:  # There are no direct kernels for these tensors.
         return _train_dispatched(*arguments)
-    if caller._synchronised_ranks != reduction.num_ranks:
-        record_ranks(caller, reduction)
-    y = _apply(x, weight, bias, z, (y, statistics, kernels, reduction))
+    if caller._synchronised_ranks != call.num_ranks:
+        record_ranks(caller, call)
+    y = _apply(x, weight, bias, z, (y, statistics, kernels, call))
     return y if wrap is None else wrap(y), statistics
 
 
@@ -106,14 +106,14 @@ def _train_watched(tensors: Tensors, options: Options, caller: Caller) -> tuple[
 
 def _train_dispatched(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, Tensor]:
     """Train with kernels that torch's dispatcher sees, or with F.batch_norm on one rank without such kernels."""
-    reduction = None
+    call = None
     try:
         tensors, options, wrap = unwrap(tensors, options)
-        reduction = eager_reduction(options.process_group, caller, tensors.input, current_backward() != -1)
+        call = eager_call(options.process_group, caller, tensors.input, current_backward() != -1)
         options = check_training(tensors, options, caller)
         config = forward_config(tensors, options)
         back_end = dispatched_back_end(config, *tensors.differentiable())
-        calls_torch = back_end is reference and reduction.group is None and not tensors.has_mask()
+        calls_torch = back_end is reference and call.group is None and not tensors.has_mask()
         with profiler_range("syncbn.forward"):
             if calls_torch:
                 y, statistics = train_one_rank(tensors, options)
@@ -123,32 +123,32 @@ def _train_dispatched(tensors: Tensors, options: Options, caller: Caller) -> tup
                 tensors = make_dense(tensors, options.channel_dim)
                 kernels, inputs = back_end.Forward(forward_config(tensors, options)), tensors.differentiable()
                 with torch.no_grad():
-                    y, statistics = reduction.forward(
+                    y, statistics = call.forward(
                         kernels, inputs, tensors.num_values, tensors.buffers(), options.momentum
                     )
     except Exception as error:
-        raise_on_all_ranks(error, tensors, options, caller, reduction)
-    record_ranks(caller, reduction)
+        raise_on_all_ranks(error, tensors, options, caller, call)
+    record_ranks(caller, call)
     if not calls_torch:
-        y = _apply(*inputs, (y, statistics, kernels, reduction))
+        y = _apply(*inputs, (y, statistics, kernels, call))
     return wrap(y), statistics
 
 
 def _train_traced(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, Tensor]:
     """Train in a compiled graph, in a transform of torch.func or in forward mode. The forward runs inside of an
     autograd Function, and the running statistics are updated outside of it."""
-    reduction = select_reduction(options.process_group, caller, tensors.input)
+    call = select_call(options.process_group, caller, tensors.input)
     tensors, options, wrap = unwrap(tensors, options)
-    calls_torch = reduction.group is None and not tensors.has_mask()
-    options = check_on_all_ranks(tensors, options, caller, reduction, needs_float64=not calls_torch)
-    with profiler_range("syncbn.forward"), reduction.recording_errors():
+    calls_torch = call.group is None and not tensors.has_mask()
+    options = check_on_all_ranks(tensors, options, caller, call, needs_float64=not calls_torch)
+    with profiler_range("syncbn.forward"), call.recording_errors():
         if calls_torch:
             y, statistics = train_one_rank(tensors, options)
         else:
             tensors, wrap = apply_mask(tensors, options.channel_dim, wrap)
-            y, statistics = normalize(make_dense(tensors, options.channel_dim), options, reduction)
+            y, statistics = normalize(make_dense(tensors, options.channel_dim), options, call)
             update_buffers(*tensors.buffers(), statistics, options.momentum)
-    record_ranks(caller, reduction)
+    record_ranks(caller, call)
     return wrap(y), statistics
 
 
@@ -164,16 +164,16 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-        computed: tuple[Tensor, Tensor, ForwardKernels, Reduction],
+        computed: tuple[Tensor, Tensor, ForwardKernels, Call],
     ) -> Tensor:  # fmt: skip
-        y, statistics, ctx.kernels, ctx.reduction = computed
+        y, statistics, ctx.kernels, ctx.call = computed
         # y is saved for `ReluMask.FROM_Y`.
         ctx.save_for_backward(x, weight, statistics, y if residual is not None and ctx.kernels.config.relu else None)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        reduction, config, kernels = ctx.reduction, ctx.kernels.config, None
+        call, config, kernels = ctx.call, ctx.kernels.config, None
         needed = _, _, _, needs_residual = ctx.needs_input_grad[:4]
         try:
             x, _, _, y = saved = ctx.saved_tensors  # saved_tensors_hooks and activation checkpointing run here.
@@ -183,10 +183,10 @@ class _Step(torch.autograd.Function):
                     dy = config.layout.dense(dy)
                 kernels = backward_cache.get((ctx.kernels, needed), (dy, *saved), config, needed)
             if kernels is None:
-                return *gradients(config, dy, saved, needed, reduction), None
-            grad_x, grad_weight, grad_bias, grad_residual = reduction.backward(kernels, dy, saved)
+                return *gradients(config, dy, saved, needed, call), None
+            grad_x, grad_weight, grad_bias, grad_residual = call.backward(kernels, dy, saved)
         except Exception as error:
-            reduction.record_error(error)
+            call.record_error(error)
             raise
         # Without a relu the gradient of the residual is dy.
         return grad_x, grad_weight, grad_bias, dy if needs_residual and y is None else grad_residual, None

@@ -12,7 +12,7 @@ from syncbn.arguments import Options, Tensors, check, check_eps, require_float64
 from syncbn.dispatched import normalize
 from syncbn.inputs import apply_mask, make_dense, unwrap
 from syncbn.kernels.layout import Layout
-from syncbn.ranks.reduction import ONE_RANK
+from syncbn.ranks.calls import ONE_RANK
 from syncbn.statistics import compute_dtype, pack, supports_float64, update_buffers
 
 

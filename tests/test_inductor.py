@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 
 import syncbn
 from syncbn.kernels import cpu, operators
-from syncbn.ranks import reduction
+from syncbn.ranks import calls
 
 pytestmark = [
     pytest.mark.skipif(bool(cpu.load()), reason="needs a C++ compiler"),
@@ -30,7 +30,7 @@ pytestmark = [
 def as_of_several_ranks(request: pytest.FixtureRequest, group_of_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank would be torch's F.batch_norm."""
     if "torch_func" not in request.node.name:
-        monkeypatch.setattr(reduction, "graph_reduction", lambda spec: reduction.GraphReduction(group_of_one))
+        monkeypatch.setattr(calls, "graph_call", lambda spec: calls.GraphCall(group_of_one))
 
 
 needs_torch_213 = pytest.mark.skipif(

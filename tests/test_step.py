@@ -35,7 +35,7 @@ from syncbn import step as step_module
 from syncbn.arguments import NO_DIM_CHECK, Options, Tensors
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available
-from syncbn.ranks.reduction import OneRank
+from syncbn.ranks.calls import OneRank
 from syncbn.ranks.sites import FunctionCaller
 from syncbn.torch_internals import is_wrapped
 

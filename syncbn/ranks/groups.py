@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from syncbn.ranks.collective import Collective
-from syncbn.ranks.sites import FunctionCaller, call_site
+from syncbn.ranks.sites import FunctionCaller, site_of
 from syncbn.ranks.watchdog import recorded
 from syncbn.texts import find_frame, warn, warn_once
 from syncbn.torch_internals import constant_in_graphs, existing_groups, group_device, group_timeout
@@ -216,7 +216,7 @@ def _make_groups(spec: int) -> None:
     default_group = dist.group.WORLD
     if default_group is not None and lookup(spec) is None:
         caller = FunctionCaller(f"the creation of groups for process_group={spec!r}", is_signed=False)
-        collective = Collective(call_site(caller, default_group), 1, "creation")
+        collective = Collective(site_of(caller, default_group), 1, "creation")
         collective.begin()
         try:
             _make(spec, default_group)

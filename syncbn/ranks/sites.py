@@ -1,7 +1,7 @@
 """Identifies the layers and functions that communicate over process groups, and signs the payloads that they send.
 
-Here a call site is a pair: a layer or function, and a process group. Each rank signs its payload, so that the result of
-the all_reduce (the total) shows whether the ranks are in different layers or passes. The signature s of a call site and
+A site is a layer or function on a process group. Each rank signs its payload, so that the result of
+the all_reduce (the total) shows whether the ranks are in different layers or passes. The signature s of a site and
 a pass is a positive number, computed from
 
     root and name    the class of the module that `convert_syncbn_model` converted, and the layer's dotted name in it;
@@ -12,7 +12,7 @@ a pass is a positive number, computed from
     the call         the pass, the settings of the layer, and the dtype of the input
 
 In all passes except the forward, the id of the call is added to s; payload.py explains the id, and has the test for
-equal signatures. In a group of W ranks the signatures of two call sites collide with a probability of at most W / 2^24.
+equal signatures. In a group of W ranks the signatures of two sites collide with a probability of at most W / 2^24.
 A rank that does not know its layer, as in a compiled graph, sends zeros, so that the comparison ignores it. With
 SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
 """
@@ -59,7 +59,7 @@ class CopiedAsNone:
 class Caller(Protocol):
     """A layer, or a `FunctionCaller` for a function."""
 
-    _call_site: "Site | None"  # the call site of the last call
+    _syncbn_site: "Site | None"  # the site of the last call
     _synchronised_ranks: int | None  # ranks of the last eager training step; None before the first step
     _syncbn_name: tuple[str, str] | None  # the class of the root and the dotted name in it; None if unknown
 
@@ -71,7 +71,7 @@ layer_in_forward: ContextVar[Caller | None] = ContextVar("layer_in_forward", def
 class FunctionCaller:
     """The `Caller` of a function, such as sync_batch_norm."""
 
-    _call_site: "Site | None" = None
+    _syncbn_site: "Site | None" = None
 
     def __init__(self, name: str, is_signed: bool = True, needs_two_values: bool = True) -> None:
         self._syncbn_name: tuple[str, str] | None = ("", name)
@@ -109,7 +109,7 @@ def _is_signing() -> bool:
 
 
 class Signatures(dict[tuple[str, torch.dtype | None], int]):
-    """The signatures of a call site, keyed by pass and dtype of the input. Without an identity they are UNSIGNED.
+    """The signatures of a site, keyed by pass and dtype of the input. Without an identity they are UNSIGNED.
 
     A new instance number or new settings make new Signatures. A pending backward keeps those of its forward, as does
     the backward of a rank that has replaced the layer since.
@@ -127,7 +127,7 @@ class Signatures(dict[tuple[str, torch.dtype | None], int]):
 
 
 class GroupState:
-    """The call sites and collectives of syncbn on a process group. Holds only a weak reference to the group."""
+    """The sites and collectives of syncbn on a process group. Holds only a weak reference to the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
@@ -151,7 +151,7 @@ def _group_state(group: dist.ProcessGroup) -> GroupState:
 
 
 class Site(CopiedAsNone):
-    """A call site: a layer or function on a group. It holds a weak reference to the layer or function."""
+    """A site: a layer or function on a group. It holds a weak reference to the layer or function."""
 
     instance_number = 0  # the number of the layer among those of its root and name; 0 if the site is not signed
     # Whether the input of an earlier call required a gradient, and whether that of the last call, unlike it, does not.
@@ -159,7 +159,7 @@ class Site(CopiedAsNone):
 
     def __init__(self, caller: Caller, group: dist.ProcessGroup, rank: ThisRank) -> None:
         self.caller, self.rank, self.group_state, self.num_calls = ref(caller), rank, _group_state(group), 0
-        # The number of this call site among those of the group on this rank, from 1.
+        # The number of this site among those of the group on this rank, from 1.
         self.index = self.group_state.num_sites = self.group_state.num_sites + 1
         self.all_to_all_size = all_to_all_size(group)
         self.syncbn_name = caller._syncbn_name
@@ -194,8 +194,8 @@ class Site(CopiedAsNone):
         self.signatures = Signatures(self.group_state.num_ranks, identity, settings)
 
 
-def call_site(caller: Caller, group: dist.ProcessGroup) -> Site:
-    """Return the call site of a layer or function on this group, and create it in the first call and in the first call
+def site_of(caller: Caller, group: dist.ProcessGroup) -> Site:
+    """Return the site of a layer or function on this group, and create it in the first call and in the first call
     under another name.
 
     **Raises** ValueError in the first call of a layer in a pipeline stage if the group has ranks of other stages;
@@ -216,7 +216,7 @@ def call_site(caller: Caller, group: dist.ProcessGroup) -> Site:
 
 
 def _after_fork() -> None:
-    """Clear the references to the groups of the parent process, which do not work here. `call_site` then raises."""
+    """Clear the references to the groups of the parent process, which do not work here. `site_of` then raises."""
     for state in _group_states.values():
         state.group = lambda: None
 

@@ -18,7 +18,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn import payload
-from syncbn.ranks import collective, reduction, sites
+from syncbn.ranks import calls, collective, sites
 
 NUM_LAYERS = 2
 
@@ -97,7 +97,7 @@ def test_a_forward_inside_backward_leaves_the_statistics(ranks: Ranks) -> None:
     y = x * 1
     y.register_hook(lambda gradient: layer(x.detach()) * gradient)
     y.sum().backward()
-    assert layer._call_site.num_calls == 1
+    assert layer._syncbn_site.num_calls == 1
     assert layer.num_batches_tracked == 0
     assert not layer.running_mean.any()
 
@@ -131,16 +131,16 @@ def test_what_a_recompute_signs(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -
         trailers.append(sent[payload.TRAILER].tolist())
         return collective.all_reduce(sent, *arguments)
 
-    monkeypatch.setattr(reduction, "all_reduce", all_reduce)
+    monkeypatch.setattr(calls, "all_reduce", all_reduce)
     layer = syncbn.SyncBatchNorm(3)
     x = torch.randn(4, 3, requires_grad=True)
     for use_reentrant in (None, False, True):
         y = layer(x) if use_reentrant is None else checkpoint(layer, x, use_reentrant=use_reentrant)
         y.sum().backward()
     n = 4.0
-    signature = layer._call_site.signatures["forward", x.dtype]
+    signature = layer._syncbn_site.signatures["forward", x.dtype]
     forwards = [[n, count, 1, signature, signature**2] for count in range(1, 6)]
-    of_backward = layer._call_site.signatures["backward", x.dtype]
+    of_backward = layer._syncbn_site.signatures["backward", x.dtype]
     plain, not_reentrant = ([0, 0, 1, of_backward + call_id, (of_backward + call_id) ** 2] for call_id in (1, 2))
     expected = [forwards[0], plain, forwards[1], forwards[2], not_reentrant, forwards[3], forwards[4], [0, 0, 0, 0, 0]]
     assert trailers == expected

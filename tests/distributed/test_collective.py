@@ -18,7 +18,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn import torch_internals
-from syncbn.ranks import collective, reduction, report
+from syncbn.ranks import calls, collective, report
 from syncbn.ranks.watchdog import this_rank
 
 
@@ -92,7 +92,7 @@ def test_an_interrupt_leaves_no_collective_that_is_over(ranks: Ranks, monkeypatc
     The ranks do not communicate, as they would wait for one another."""
     layer, x = syncbn.SyncBatchNorm1d(3, device=ranks.device), torch.randn(4, 3, device=ranks.device)
     layer(x)
-    monkeypatch.setattr(reduction, "all_reduce", lambda payload, *_: payload)
+    monkeypatch.setattr(calls, "all_reduce", lambda payload, *_: payload)
     remaining = 0
 
     def interrupt(frame: FrameType, event: str, argument: object) -> None:

@@ -132,7 +132,7 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("kind", ["plain", "timm's", "parametrized", "copies its dict"])
 def test_a_layer_that_has_trained_is_copied_by_anything(ranks: Ranks, kind: str, way: str, in_block: bool) -> None:
-    """What belongs to the layer alone, such as its call site, is not copied. The copy trains, and over all ranks."""
+    """What belongs to the layer alone, such as its site, is not copied. The copy trains, and over all ranks."""
     if (kind, way) == ("parametrized", "pickle"):
         pytest.skip("torch refuses to pickle a parametrized module")
     layer = nn.Sequential(CopiesItsDict(3)).double() if kind == "copies its dict" else make(kind)[1:2]
@@ -143,7 +143,7 @@ def test_a_layer_that_has_trained_is_copied_by_anything(ranks: Ranks, kind: str,
     with syncbn.accumulate_running_stats(model) if in_block else contextlib.nullcontext():
         copied = COPIES[way](model)
         (layer,) = copied.values() if isinstance(copied, dict) else copied
-        assert layer._call_site is layer._options is layer._train_override is None
+        assert layer._syncbn_site is layer._options is layer._train_override is None
         actual = step(layer, layer, x)
     model.load_state_dict(before)
     torch.testing.assert_close(actual, step(model[0], model[0], x), rtol=1e-12, atol=1e-12)

@@ -34,9 +34,9 @@ import syncbn
 from syncbn import bad_argument, payload
 from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_stats
 from syncbn.kernels import cpu, operators
-from syncbn.ranks import collective, positions, reduction, report, watchdog
+from syncbn.ranks import calls, collective, positions, report, watchdog
+from syncbn.ranks.calls import eager_call
 from syncbn.ranks.positions import Position, ThisRank
-from syncbn.ranks.reduction import eager_reduction
 from syncbn.ranks.report import RanksDifferError
 from syncbn.ranks.sites import GroupState, Site, smallest_signature
 from syncbn.texts import format_ranks, warn_once
@@ -179,7 +179,7 @@ def test_a_setting_of_one_rank(ranks: Ranks, name: str, other: object, usual: st
 @pytest.fixture
 def change_totals(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Tensor], object]], None]:
     """Call a function on each total that this rank receives."""
-    all_reduce = reduction.all_reduce
+    all_reduce = calls.all_reduce
 
     def set_change(change: Callable[[Tensor], object]) -> None:
         def changed(*arguments: Any) -> Tensor:
@@ -187,7 +187,7 @@ def change_totals(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Tensor
             change(total)
             return total
 
-        monkeypatch.setattr(reduction, "all_reduce", changed)
+        monkeypatch.setattr(calls, "all_reduce", changed)
 
     return set_change
 
@@ -259,7 +259,7 @@ def test_a_caught_error_does_not_keep_the_group(ranks: Ranks, fault: str) -> Non
 
 
 def test_a_copied_layer_is_another_one(ranks: Ranks) -> None:
-    """nn.DataParallel copies modules with all attributes, including the call site."""
+    """nn.DataParallel copies modules with all attributes, including the site."""
     first, x = layer_and_input()
     first(x)
     second = copy.copy(first)
@@ -472,7 +472,7 @@ def test_another_thread_on_the_same_group(ranks: Ranks, reports: Reports, monkey
     """A collective of the thread of dcp.async_save meets one of a layer, so all ranks wait in one call. Here rank 1
     takes its time inside the collective."""
     layer, x = layer_and_input()
-    all_reduce = reduction.all_reduce
+    all_reduce = calls.all_reduce
     expected = rf"ranks 0-1: in SyncBatchNorm forward, call 1{WRITTEN}\nAll ranks are .*=dist\.new_group\(\)"
 
     def all_reduce_late(*arguments: Any) -> Tensor:
@@ -480,7 +480,7 @@ def test_another_thread_on_the_same_group(ranks: Ranks, reports: Reports, monkey
             reports.wait_for(expected, rank)
         return all_reduce(*arguments)
 
-    monkeypatch.setattr(reduction, "all_reduce", all_reduce_late)
+    monkeypatch.setattr(calls, "all_reduce", all_reduce_late)
     layer(x)
     dist.barrier()  # all have read the positions
 
@@ -518,7 +518,7 @@ def test_the_first_calls_of_two_threads_start_one_watchdog(ranks: Ranks, monkeyp
         thread.start()
     for thread in threads:
         thread.join()
-    assert layers[0]._call_site.rank is layers[1]._call_site.rank
+    assert layers[0]._syncbn_site.rank is layers[1]._syncbn_site.rank
     dist.barrier()
 
 
@@ -565,9 +565,9 @@ def test_an_error_of_the_gpu_keeps_its_text(ranks: Ranks, monkeypatch: pytest.Mo
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3)
     layer(x)
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    monkeypatch.setattr(reduction, "all_reduce", mock.Mock(side_effect=error))
+    monkeypatch.setattr(calls, "all_reduce", mock.Mock(side_effect=error))
     with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised:
-        eager_reduction(None, layer, x.dtype).all_reduce(torch.zeros(10, dtype=torch.float64), "forward")
+        eager_call(None, layer, x.dtype).all_reduce(torch.zeros(10, dtype=torch.float64), "forward")
     assert "surfaced in SyncBatchNorm forward, call 2" in raised.value.__notes__[0]
 
 
@@ -705,7 +705,7 @@ def test_ranks_that_differ_while_the_store_does_not_answer(
     layer, x = layer_and_input()
     layer(x)
     ends = threading.Event()
-    monkeypatch.setattr(layer._call_site.rank, "store", stopped_store(ends if is_stopped else None))
+    monkeypatch.setattr(layer._syncbn_site.rank, "store", stopped_store(ends if is_stopped else None))
     title = r"^syncbn: the ranks differ in a layer, call, setting or dtype, and not all have reported theirs\.\n"
     own = rf"rank {ranks.rank}: in SyncBatchNorm forward, call 2\n"
     other = rf"rank {1 - ranks.rank}: not known, as the process group's store does not answer\n"
@@ -724,7 +724,7 @@ def test_a_bad_argument_while_the_store_does_not_answer(ranks: Ranks, monkeypatc
     layer, x = layer_and_input()
     layer(x)
     ends = threading.Event()
-    monkeypatch.setattr(layer._call_site.rank, "store", stopped_store(ends))
+    monkeypatch.setattr(layer._syncbn_site.rank, "store", stopped_store(ends))
     message = "expected 3 channels" if ranks.rank else "another rank has a bad argument"
     with pytest.raises(ValueError if ranks.rank else RuntimeError, match=message):
         layer(x[:, :2] if ranks.rank else x)

@@ -93,7 +93,7 @@ def test_copies_and_pickles(ranks: Ranks) -> None:
     assert copied[0].process_group is model[0].process_group is group
     for layer in (*copied, *pickled):
         assert all_share(layer, ranks)
-    assert all(layer._call_site is None for layer in pickle.loads(pickle.dumps(pickled)))  # A group has no pickle.
+    assert all(layer._syncbn_site is None for layer in pickle.loads(pickle.dumps(pickled)))  # A group has no pickle.
 
 
 def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:

@@ -313,7 +313,7 @@ def test_a_conversion_renames_layers_that_have_run(ranks: Ranks, way: str) -> No
         model = syncbn.convert_syncbn_model(nn.Sequential(nn.Identity(), build()))
     for _ in range(2):
         model(x).sum().backward()
-    assert model[1][1]._call_site.layer == "layer '1.1' in Sequential"
+    assert model[1][1]._syncbn_site.layer == "layer '1.1' in Sequential"
     first.sum().backward()  # signed by the name under which its forward ran
 
 
@@ -322,5 +322,5 @@ def test_a_conversion_that_changes_no_name_changes_no_number(ranks: Ranks) -> No
     for _ in range(2):
         for model in models:
             syncbn.convert_syncbn_model(model)(torch.randn(4, 3)).sum().backward()
-    assert [model[1]._call_site.instance_number for model in models] == [1, 2]
-    assert [model[1]._call_site.num_calls for model in models] == [2, 2]
+    assert [model[1]._syncbn_site.instance_number for model in models] == [1, 2]
+    assert [model[1]._syncbn_site.num_calls for model in models] == [2, 2]

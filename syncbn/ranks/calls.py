@@ -1,7 +1,7 @@
 """Runs the pass of a call: local sums, one all_reduce over the ranks, outputs.
 
-A `Reduction` is selected once for each call: `OneRank`, `EagerReduction` for a group in eager mode, or `GraphReduction`
-for a group in a compiled graph. `Reduction.forward` and `Reduction.backward` are the two passes of every training call,
+A training call of a layer or function is a `Call`: `OneRank`, `EagerCall` for a group in eager mode, or `GraphCall` for
+a group in a compiled graph. `Call.forward` and `Call.backward` are the two passes of every training call,
 whatever its kernels. Each pass sends one payload, see payload.py. It issues exactly one collective if the group has two
 or more ranks, and none otherwise. The collective is an all_reduce, or an all_to_all_single in small groups of gloo, see
 collective.py.
@@ -38,7 +38,7 @@ from syncbn.payload import COUNT, IS_SIGNED, MAX_COUNT, NUM_IDS, NUM_VALUES, SIG
 from syncbn.ranks import groups, report
 from syncbn.ranks.collective import Collective, all_reduce
 from syncbn.ranks.groups import GroupSpec, resolve
-from syncbn.ranks.sites import Caller, Site, call_site
+from syncbn.ranks.sites import Caller, Site, site_of
 from syncbn.ranks.status import StreamStatus, captured_sequence_number, status_of
 from syncbn.ranks.watchdog import recorded
 from syncbn.texts import ONE_VALUE_PER_CHANNEL
@@ -58,8 +58,8 @@ from syncbn.torch_internals import (
 )
 
 
-class Reduction(ABC):
-    """Adds the sums of one call over the ranks of its group."""
+class Call(ABC):
+    """A training call: its two passes, and what they need of its group."""
 
     group: dist.ProcessGroup | None  # None for one rank
     num_ranks: int | None  # None in a compiled graph, where it is unused
@@ -154,8 +154,8 @@ class Reduction(ABC):
         return contextlib.nullcontext()
 
 
-class OneRank(Reduction):
-    """Reduction of a call over one rank, which sends nothing."""
+class OneRank(Call):
+    """A call over one rank, which sends nothing."""
 
     group = None
     num_ranks = 1
@@ -167,8 +167,8 @@ class OneRank(Reduction):
 ONE_RANK = OneRank()
 
 
-class EagerReduction(Reduction):
-    """Reduction over a group in eager mode."""
+class EagerCall(Call):
+    """A call over a group in eager mode."""
 
     group: dist.ProcessGroup
     reads_trailer = True
@@ -275,7 +275,7 @@ class EagerReduction(Reduction):
         self.argument_error = error
         try:
             return self.dispatched_all_reduce(signed, pass_name, status_words)
-        finally:  # The traceback of `error` may refer to this frame, and to this reduction, which keeps the group.
+        finally:  # The traceback of `error` may refer to this frame, and to this call, which keeps the group.
             self.argument_error = None
             del error
 
@@ -345,8 +345,8 @@ def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: 
     return [*filter(None, (error or fault,))]
 
 
-class GraphReduction(Reduction):
-    """Reduction over a group in a compiled graph, where the layer is unknown and no rank reads the trailer."""
+class GraphCall(Call):
+    """A call over a group in a compiled graph, where the layer is unknown and no rank reads the trailer."""
 
     group: dist.ProcessGroup
     num_ranks = None
@@ -358,50 +358,50 @@ class GraphReduction(Reduction):
         return all_reduce(sent, self.group, all_to_all_size(self.group), use_operator=True)
 
 
-def select_reduction(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Reduction:
-    """Return the reduction of a call.
+def select_call(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Call:
+    """Begin a call in eager mode or in a compiled graph.
 
     **Raises** RuntimeError in torch.jit.trace, which cannot record the collectives. The error is raised before
     anything is sent, because often only one rank traces.
     """
     if is_compiling():
-        return graph_reduction(spec)
+        return graph_call(spec)
     if is_jit_tracing():
         what = (
             "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm over ranks"
         )
         raise recorded(RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()"))
-    return eager_reduction(spec, caller, input, current_backward() != -1)
+    return eager_call(spec, caller, input, current_backward() != -1)
 
 
-def eager_reduction(spec: GroupSpec, caller: Caller, input: object, in_backward: bool = False) -> Reduction:
-    """Return the reduction of a call in eager mode, and count the call. `in_backward`: the call is made in a backward,
-    for example by a recompute of activation checkpointing. **Raises** the errors of `resolve`."""
+def eager_call(spec: GroupSpec, caller: Caller, input: object, in_backward: bool = False) -> Call:
+    """Begin a call in eager mode, and count it. `in_backward`: whether a backward makes the call, for example in a
+    recompute of activation checkpointing. **Raises** the errors of `resolve`."""
     group = dist.group.WORLD if spec is None else groups.lookup(spec)
     if group is None and spec is None:
         if not groups.missing_group_is_known:
             groups.warn_of_missing_group()
         return ONE_RANK
-    site = caller._call_site  # the site of the last call
+    site = caller._syncbn_site  # the site of the last call
     if group is None or site is None or site.group_state.group() is not group or site.caller() is not caller:
         group, site = _look_up(spec, caller)
     if group is None or site is None:
         return ONE_RANK
-    return EagerReduction(group, site, input, in_backward)
+    return EagerCall(group, site, input, in_backward)
 
 
 def _look_up(spec: GroupSpec, caller: Caller) -> tuple[dist.ProcessGroup | None, Site | None]:
-    """Return the group and the call site, which the caller keeps for its next call."""
+    """Return the group and the site, which the caller keeps for its next call."""
     group = resolve(spec)
     if group is None:
         return None, None
-    site = call_site(caller, group)
-    object.__setattr__(caller, "_call_site", site)  # bypasses the __setattr__ of a subclass, which may raise
+    site = site_of(caller, group)
+    object.__setattr__(caller, "_syncbn_site", site)  # bypasses the __setattr__ of a subclass, which may raise
     return group, site
 
 
-def graph_reduction(spec: GroupSpec) -> Reduction:
-    """Return the reduction of a call in a compiled graph. **Raises** the errors of `_check_graph`."""
+def graph_call(spec: GroupSpec) -> Call:
+    """Return a call in a compiled graph. **Raises** the errors of `_check_graph`."""
     note_call(True)
     if spec == groups.THIS_RANK_ALONE:
         return ONE_RANK
@@ -409,7 +409,7 @@ def graph_reduction(spec: GroupSpec) -> Reduction:
     # Dynamo guards WORLD, so it recompiles for another default group. In graphs of torch 2.11, however, WORLD is never
     # None, so is_initialized() is tested too, which Dynamo evaluates to a constant without a guard.
     group = groups.lookup(spec) if dist.group.WORLD is not None and dist.is_initialized() else None
-    return ONE_RANK if group is None or group.size() == 1 else GraphReduction(group)
+    return ONE_RANK if group is None or group.size() == 1 else GraphCall(group)
 
 
 @constant_in_graphs  # If Dynamo traced a raise, it would break the graph and run the layer in eager mode.
@@ -426,7 +426,7 @@ def _check_graph(spec: GroupSpec) -> None:
         raise RuntimeError(f"syncbn: {what}; call model.eval() or syncbn.revert_syncbn_model(model) first")
 
 
-def record_ranks(caller: Caller, reduction: Reduction) -> None:
+def record_ranks(caller: Caller, call: Call) -> None:
     """Record on the caller over how many ranks the call was synchronised."""
     if not is_compiling():  # In a compiled graph a change of the attribute would cause a recompilation.
-        object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)
+        object.__setattr__(caller, "_synchronised_ranks", call.num_ranks)
