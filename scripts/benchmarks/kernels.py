@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from benchmarks.measuring import Case, cases, draw, interleave, session, show, time_stages, write
 
+from syncbn import payload
 from syncbn.kernels import reference
-from syncbn.kernels.interface import TRAILER_ELEMENTS, BackwardConfig, ForwardConfig, Layout
+from syncbn.kernels.interface import BackwardConfig, ForwardConfig, ReluMask
+from syncbn.kernels.layout import Layout
 from syncbn.kernels.select import fast_path_back_end
 
 FUNCTIONS = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs"  # the order of a training step
@@ -40,7 +42,7 @@ def kernel_calls(case: Case, device: torch.device, back_end: Any = None) -> Call
     x, z, dy = (tensor.detach() for tensor in draw(case, device))
     dtype = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (make(case.channels, dtype=dtype, device=device) for make in (torch.ones, torch.zeros))
-    sums = torch.ones(2 * case.channels + TRAILER_ELEMENTS, dtype=torch.float64, device=device)
+    sums = torch.ones(payload.num_elements(case.channels), dtype=torch.float64, device=device)
     statistics = torch.ones(3 * case.channels + 4, dtype=torch.float64, device=device)
     layout = Layout.of(x, case.channel_dim), x.dtype, x.device
     back_end = back_end or fast_path_back_end(ForwardConfig(*layout)) or reference
@@ -49,8 +51,9 @@ def kernel_calls(case: Case, device: torch.device, back_end: Any = None) -> Call
         fused = residual is not None
         saved = x, weight, statistics, residual  # The signs of y choose the relu's mask; here the residual stands in.
         forward = back_end.Forward(ForwardConfig(*layout, 1e-5, fused, fused, dtype, dtype))
+        mask = ReluMask.FROM_Y if fused else ReluMask.NONE
         options = {"needs_x": True, "needs_residual": fused}
-        backward = back_end.Backward(BackwardConfig(*layout, False, fused, dtype, dtype, dtype, **options))
+        backward = back_end.Backward(BackwardConfig(*layout, mask, dtype, dtype, dtype, **options))
         outputs = partial(forward.forward_outputs, (x, weight, bias, residual), sums)
         if not fused:
             calls["forward_sums"] = partial(forward.forward_sums, x), 1
