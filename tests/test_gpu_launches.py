@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
 import triton
-from benchmarks.launches import stand_in_driver
+from gpu_static import stand_in_driver
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.amd.compiler import HIPBackend
