@@ -33,7 +33,7 @@ from voting import Ranks, Reports
 import syncbn
 from syncbn import bad_argument, payload
 from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_stats
-from syncbn.kernels import cpu, operators
+from syncbn.kernels import cpu, operators, reference
 from syncbn.ranks import calls, collective, positions, report, watchdog
 from syncbn.ranks.calls import eager_call
 from syncbn.ranks.positions import Position, ThisRank
@@ -385,7 +385,7 @@ def test_an_error_of_one_rank_alone_is_reported_by_the_others(
         fail = mock.Mock(side_effect=CompilationError("at 12:4:\nand much more"))
         with contextlib.ExitStack() as broken:
             broken.enter_context(mock.patch.object(bad_argument, "_device_of", return_value=torch.device("xpu")))
-            for back_end in (cpu, operators):
+            for back_end in (cpu, operators, reference):
                 broken.enter_context(mock.patch.object(back_end.Forward, "forward_sums", fail))
                 broken.enter_context(mock.patch.object(back_end.Backward, "backward_sums", fail))
             with context(), pytest.raises(CompilationError):
@@ -409,7 +409,7 @@ def test_an_error_after_the_all_reduce_is_recorded(
     layer, x = layer_and_input()
     y = layer(x.requires_grad_())
     fail = mock.Mock(side_effect=MemoryError("no room for y"))
-    for back_end in (cpu, operators):
+    for back_end in (cpu, operators, reference):
         monkeypatch.setattr(back_end.Forward, "forward_outputs", fail)
         monkeypatch.setattr(back_end.Backward, "backward_outputs", fail)
     with context(), pytest.raises(MemoryError, match="no room for y"):
