@@ -182,6 +182,7 @@ def test_lines_about_running_statistics(ranks: Ranks, monkeypatch: pytest.Monkey
     assert model[1].num_batches_tracked == 1
 
 
+@pytest.mark.compiles
 def test_the_order_of_convert_compile_and_wrap(ranks: Ranks) -> None:
     images, labels = batches(ranks, 1)[0]
     given = {"build_model": lambda: small_model(ranks), "images": images, "labels": labels, "device": ranks.device}
@@ -199,6 +200,7 @@ def test_selective_checkpointing_repeats_no_collective(ranks: Ranks) -> None:
     assert collectives.total == 2
 
 
+@pytest.mark.filterwarnings("ignore:Grad strides")
 def test_the_penalty_of_a_critic(ranks: Ranks) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).to(ranks.device)
     ddp = DistributedDataParallel(syncbn.convert_syncbn_model(model))
