@@ -228,6 +228,19 @@ def test_a_fused_residual_block(ranks: Ranks) -> None:
     torch.testing.assert_close(fused.bn2(fused.conv2(x), x), torch.relu(block.bn2(block.conv2(x)) + x))
 
 
+def test_groups_of_hosts_become_one_group(ranks: Ranks) -> None:
+    """Each rank is a host. After the change the running statistics stay unequal unless they are broadcast."""
+    model = syncbn.convert_syncbn_model(small_model(ranks), process_group=1)
+    for images, _ in batches(ranks, 2):
+        model(images)
+    assert unequal(model.state_dict()) == ["1.running_mean", "1.running_var"]
+    run_block("groups.md", "syncbn.convert_syncbn_model(model, dist.group.WORLD)", model=model)
+    with CountCollectives() as collectives:
+        model(batches(ranks, 1)[0][0])
+    assert collectives.total == 1
+    assert unequal(model.state_dict()) == []
+
+
 def test_spawned_processes_are_joined_before_the_error(ranks: Ranks) -> None:
     if ranks.rank == 0:
         run_block("works_with.md", "context = torch.multiprocessing.spawn", train=abs)
