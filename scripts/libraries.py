@@ -14,7 +14,6 @@ which a rank that has run out of data goes on.
 import copy
 import re
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
@@ -245,14 +244,11 @@ def write(rows: list[Row]) -> None:
         its_rows = [row for row in rows if row.library == library]
         models = "; ".join(f"{row.model} ({row.layers})" for row in its_rows)
         worst = max(its_rows, key=lambda row: row.error)
-        first, *others = textwrap.wrap(models, 190, break_long_words=False)  # a cell of a table has 200 characters
-        cells = library, version(library), first, f"{worst.error:.1e}", f"{worst.rounding:.1e}", date.today()
+        cells = library, version(library), models, f"{worst.error:.1e}", f"{worst.rounding:.1e}", date.today()
         table += f"| {' | '.join(map(str, cells))} |\n"
-        table += "".join(f"| | | {models} | | | |\n" for models in others)
     text = re.sub(r"^\d+ models", f"{len(rows)} models", PAGE.read_text(), count=1, flags=re.MULTILINE)
-    text = re.sub(r"torch \d[^,]*, gloo", f"torch {torch.__version__}, gloo", text, count=1)
-    heading = r"(?<=reverse order \| date \|\n)(\|---\S+\n)(\|.*\n)+"
-    PAGE.write_text(re.sub(heading, lambda match: match[1] + table, text, count=1))
+    text = re.sub(r"torch \d[^,]*, CPU", f"torch {torch.__version__}, CPU", text, count=1)
+    PAGE.write_text(re.sub(r"(?<=\|---\|\n)(\|.*\n)+", table, text, count=1))
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from guides import python_blocks
+from guides import code_block, python_blocks
 
 import syncbn
 
@@ -110,6 +110,7 @@ def test_pages_begin_with_their_question(page: Path) -> None:
 
 # Blocks that no test of this machine can run: the beginning of a line, and what tries it.
 TRIED_ELSEWHERE = {
+    "def parallel(model)": "examples/train.py has it, which tests/test_readme.py runs",
     "total = torch.tensor(float(len(labels)), device=labels.device)": "tests/distributed/test_ddp.py has a copy",
     "mesh = init_device_mesh": "eight GPUs; tests/distributed/test_pipeline_schedules.py has its pieces",
     "graph = torch.cuda.CUDAGraph()": "a GPU; tests/test_gpu.py captures a step",
@@ -139,6 +140,10 @@ def blocks_without_a_test() -> list[str]:
             if not (is_run or literals & {*names} or "init_process_group(" in code):
                 missing.append(f"{page.name}: {lines[0]}")
     return missing
+
+
+def test_the_function_of_the_training_script_is_that_of_its_page() -> None:
+    assert code_block("training_script.md", "def parallel") in (ROOT / "examples/train.py").read_text()
 
 
 def test_every_code_block_is_run_by_a_test() -> None:
