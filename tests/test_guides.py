@@ -78,10 +78,10 @@ def test_the_api_page_documents_each_name() -> None:
 
 
 def test_contributing_names_every_file_of_the_package() -> None:
-    page = (ROOT / ".github/CONTRIBUTING.md").read_text()
-    files = [path for path in (ROOT / "syncbn").rglob("*.*") if path.suffix in (".py", ".cpp", ".h")]
-    missing = [path.name for path in files if f"{path.name}`" not in page and path.name != "__init__.py"]
-    assert missing == []
+    page, package = (ROOT / ".github/CONTRIBUTING.md").read_text(), ROOT / "syncbn"
+    files = [file for file in package.rglob("*.*") if file.suffix in (".py", ".cpp", ".h") and file.stem != "__init__"]
+    names = [file.relative_to(package).as_posix() for file in files]
+    assert [name for name in names if f"`{name}`" not in page] == []
 
 
 def test_the_first_page_is_short() -> None:
