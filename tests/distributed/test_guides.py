@@ -4,6 +4,7 @@ Recipes with an oracle of their own are in test_recipes.py.
 """
 
 import copy
+import functools
 import importlib
 import itertools
 
@@ -183,13 +184,16 @@ def test_lines_about_running_statistics(ranks: Ranks, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.compiles
-def test_the_order_of_convert_compile_and_wrap(ranks: Ranks) -> None:
+def test_the_order_of_convert_compile_and_wrap(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as for Inductor, which test_compile.py runs."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     images, labels = batches(ranks, 1)[0]
     given = {"build_model": lambda: small_model(ranks), "images": images, "labels": labels, "device": ranks.device}
     names = run_block("torch_features.md", "ddp = DistributedDataParallel(torch.compile", **given)
     assert names["loss"].isfinite()
     assert names["model"][1].num_batches_tracked == 1
-    assert unequal({name: parameter.grad for name, parameter in names["model"].named_parameters()}) == []
+    gradients = {name: parameter.grad for name, parameter in names["model"].named_parameters()}
+    assert unequal(gradients | dict(names["model"].named_buffers())) == []
 
 
 def test_selective_checkpointing_repeats_no_collective(ranks: Ranks) -> None:
