@@ -28,7 +28,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 
 import syncbn
-from syncbn.ranks import reduction
+from syncbn.ranks import calls
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
@@ -63,7 +63,7 @@ COMMUNICATE = "group", "nn.SyncBatchNorm"
 def choose_group(norm: str) -> None:
     """Let syncbn's layers synchronise over the group of one rank, or not, as this norm does."""
     group = dist.group.WORLD if norm == "group" else None
-    reduction.resolve = lambda spec: group
+    calls.resolve = lambda spec: group
 
 
 def wait_for_gpu() -> None:

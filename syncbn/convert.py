@@ -8,8 +8,9 @@ everything that X defines stays in effect:
 
     SyncX -> X -> ... -> SyncBatchNorm2d -> SyncBatchNorm -> nn.BatchNorm2d -> ...
 
-In X, `super().forward(...)` calls SyncBatchNorm.forward. If X calls F.batch_norm itself, `ReplaceBatchNormMode` turns
-each call that passes one of the layer's tensors into batch norm over all ranks.
+In X, `super().forward(...)` calls SyncBatchNorm.forward. If X calls F.batch_norm or torch.batch_norm itself,
+`ReplaceBatchNormMode` turns each call that passes one of the layer's tensors into batch norm over all ranks. The same
+holds for a forward that a program has set on torch's own class, as in nn.BatchNorm2d.forward = ....
 """
 
 import contextlib
@@ -18,22 +19,22 @@ from abc import ABCMeta
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
-from syncbn import inputs, unconverted
-from syncbn.arguments import PER_CHANNEL_NAMES, Options, Tensors, check
-from syncbn.fallback import plain_batch_norm
+from syncbn import tracing, unconverted
+from syncbn.arguments import PER_CHANNEL_NAMES, Options, Tensors, check, check_module
 from syncbn.layer import UNKNOWN_NUM_RANKS, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
-from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, to_torch
-from syncbn.ranks.reduction import make_groups
+from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, make_groups, size, to_spec, to_torch
 from syncbn.ranks.sites import layer_in_forward
 from syncbn.step import train
 from syncbn.texts import escape_surrogates, warn, warn_once
-from syncbn.torch_internals import OPERATORS, constant_in_graphs, have_same_base, is_compiling
+from syncbn.torch_batch_norm import plain_batch_norm
+from syncbn.torch_internals import OPERATORS, TORCH_FORWARD, constant_in_graphs, have_same_base, is_compiling, note_call
 
 Model = TypeVar("Model", bound=nn.Module)
 Result = TypeVar("Result")
@@ -84,7 +85,7 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
     >>> type(convert_syncbn_model(model)[1]).__name__
     'SyncBatchNorm2d'
     """
-    unconverted.check_module(model)
+    check_module(model)
     local_layers, spec = unconverted.unsynchronised(model), to_spec(process_group)
     others = [local for local in local_layers if local.remedy != unconverted.CONVERTIBLE]
     changes: list[Change] = []
@@ -136,7 +137,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
     >>> type(revert_syncbn_model(model, nn.BatchNorm2d)[1]).__name__
     'BatchNorm2d'
     """
-    unconverted.check_module(model)
+    check_module(model)
     if target not in (None, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
     changes: list[Change] = []
@@ -176,7 +177,7 @@ def _set_names(model: nn.Module) -> None:
     for name, layer in root.named_modules():
         path = ".".join(part for part in name.split(".") if part not in ("", "_orig_mod"))
         if path and isinstance(layer, SyncBatchNorm):
-            vars(layer)["_syncbn_name"] = type(root).__name__, escape_surrogates(path)
+            vars(layer).update(_syncbn_name=(type(root).__name__, escape_surrogates(path)), _syncbn_site=None)
 
 
 def _apply(changes: list[Change]) -> None:
@@ -215,8 +216,8 @@ SYNC_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
 
 # Warnings about the forward of a converted subclass that does not synchronise.
 NO_BATCH_NORM_CALL = (
-    "calls neither super().forward nor F.batch_norm. If it uses the statistics of the batch, let it call one of the "
-    "two, or syncbn.functional.sync_batch_norm."
+    "calls neither super().forward nor F.batch_norm in training. If it uses the statistics of this rank's batch, let "
+    "it call one of the two, or syncbn.functional.sync_batch_norm. A layer that communicates by itself needs nothing."
 )
 NO_LAYER_TENSOR = (
     "calls F.batch_norm with none of the layer's weight, bias, running_mean and running_var. If that call uses the "
@@ -225,6 +226,8 @@ NO_LAYER_TENSOR = (
 )
 
 _class_cache = dict(SYNC_CLASSES)
+# The arguments of torch.batch_norm, in its order, which differs from that of F.batch_norm.
+TORCH_ARGUMENTS = "input", "weight", "bias", *PER_CHANNEL_NAMES[:2], "training", "momentum", "eps", "cudnn_enabled"
 
 
 def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
@@ -232,12 +235,13 @@ def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
     nn.SyncBatchNorm, of `original`."""
     if original in _class_cache:
         return _class_cache[original]
-    namespace = {"__doc__": original.__doc__, "__module__": original.__module__, "_syncbn_original": original}
+    namespace: Any = {"__doc__": original.__doc__, "__module__": original.__module__, "_syncbn_original": original}
     ours = next((SYNC_CLASSES[base] for base in original.__mro__ if base in SYNC_CLASSES), SyncBatchNorm)
     if issubclass(original, nn.modules.lazy.LazyModuleMixin) and original.cls_to_become is not None:
         ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)
-    mixin = _SyncSubclass if original.forward is nn.BatchNorm1d.forward else _SyncSubclassWithForward
-    _class_cache[original] = make_class(type(original), f"Sync{original.__name__}", (mixin, original, ours), namespace)
+        namespace["forward"] = SyncBatchNorm.forward  # During the first forward the class of the layer changes.
+    bases = _SyncSubclass, original, ours
+    _class_cache[original] = make_class(type(original), f"Sync{original.__name__}", bases, namespace)
     return _class_cache[original]
 
 
@@ -248,8 +252,8 @@ def make_class(metaclass: type, name: str, bases: tuple[type, ...], namespace: d
 
 
 class _SyncSubclass(SyncBatchNorm):
-    """The base of the classes created at run time. It makes their instances copyable and picklable, because pickle
-    cannot import these classes."""
+    """The base of the classes created at run time. In the forward of the original class, torch's batch norm is
+    synchronised. Instances are copyable and picklable, although pickle cannot import these classes."""
 
     _syncbn_original: type[nn.Module]
 
@@ -257,45 +261,50 @@ class _SyncSubclass(SyncBatchNorm):
         """Hide the __init_subclass__ of the original, which may register each class or need arguments."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        return _new_instance, (self._syncbn_original,), self.__getstate__()
-
-
-class _SyncSubclassWithForward(_SyncSubclass):
-    """The base for originals that define a forward. In this forward F.batch_norm is synchronised."""
+        return _new_instance, (self._syncbn_original,), self.__getstate__()  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._syncbn_original.forward is TORCH_FORWARD:  # Otherwise the original defines a forward.
+            return super().forward(*args, **kwargs)
         # torch.fx may pass one Proxy as all arguments of the traced module.
         first = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
         if isinstance(first, Proxy):
-            return inputs.create_leaf(self, first.tracer, args, kwargs)
-        self._current_options()  # If an option has changed, this resets the call site and with it the signature.
-        replaced = ReplaceBatchNormMode(self)
-        if not self.training or is_compiling():
-            with replaced:
-                return super().forward(*args, **kwargs)
-        vars(self)["_synchronised_ranks"] = UNKNOWN_NUM_RANKS
-        token = layer_in_forward.set(self)
+            return tracing.create_leaf(self, first.tracer, args, kwargs)
+        return run_forward(self, super().forward, *args, **kwargs)
+
+
+def run_forward(layer: SyncBatchNorm, forward: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Call `forward`, a forward of the layer that is neither torch's nor syncbn's. In it torch's batch norm is
+    synchronised. In training, warn if it calls no batch norm."""
+    layer._current_options()  # If an option has changed, this resets the site and with it the signature.
+    replaced = ReplaceBatchNormMode(layer)
+    if is_compiling() or not layer.training:
+        note_call(not layer.training)  # Evaluation needs no call of batch norm.
+        with replaced:
+            output = forward(*args, **kwargs)
+        is_known = note_call(True)
+    else:
+        vars(layer)["_synchronised_ranks"] = UNKNOWN_NUM_RANKS
+        token = layer_in_forward.set(layer)
         try:
             with replaced:
-                output = super().forward(*args, **kwargs)
+                output = forward(*args, **kwargs)
         finally:
             layer_in_forward.reset(token)
-        if self._synchronised_ranks != UNKNOWN_NUM_RANKS or replaced.saw_operators:
-            return output
-        # Without a synchronised submodule, nothing in this layer can have synchronised.
-        if sum(isinstance(module, SyncBatchNorm) for module in self.modules()) == 1:
-            vars(self)["_synchronised_ranks"] = 1
-            _warn_on_several_ranks(self._syncbn_original.__qualname__, NO_BATCH_NORM_CALL, self._process_group)
-        return output
+        is_known = layer._synchronised_ranks != UNKNOWN_NUM_RANKS or replaced.saw_operators
+    # Without a synchronised submodule, nothing in this layer can have synchronised.
+    if not is_known and sum(isinstance(module, SyncBatchNorm) for module in layer.modules()) == 1:
+        _warn_on_several_ranks(type(layer), NO_BATCH_NORM_CALL, layer._process_group)
+    return output
 
 
 class ReplaceBatchNormMode(TorchFunctionMode):
-    """Replaces F.batch_norm by `_batch_norm` of `layer` inside the context."""
+    """Replaces F.batch_norm and torch.batch_norm by `_batch_norm` of `layer` inside the context."""
 
     # True after compiled code has run. Compiled code calls operators and does not set `_synchronised_ranks`.
     saw_operators = False
 
-    def __init__(self, layer: _SyncSubclass) -> None:
+    def __init__(self, layer: SyncBatchNorm) -> None:
         super().__init__()
         self.layer = layer
 
@@ -305,30 +314,38 @@ class ReplaceBatchNormMode(TorchFunctionMode):
     ) -> Result | Tensor:  # fmt: skip
         if func is nn.functional.batch_norm:
             return _batch_norm(self.layer, *args, **(kwargs or {}))
+        if func is torch.batch_norm:
+            return _batch_norm(self.layer, **dict(zip(TORCH_ARGUMENTS, args, strict=False)), **(kwargs or {}))
         if isinstance(func, OPERATORS) and not is_compiling():  # A graph must not set attributes.
             self.saw_operators = True
         return func(*args, **(kwargs or {}))
 
 
 def _batch_norm(
-    layer: _SyncSubclass, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    layer: SyncBatchNorm, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
     weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
-    eps: float = 1e-5,
+    eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Replace F.batch_norm in the forward of `layer`. In training, synchronise if the call belongs to the layer."""
+    """Replace torch's batch norm in a forward of `layer`. If the call belongs to the layer, apply `channel_last` and
+    `fuse_relu`, and synchronise in training."""
     tensors = Tensors(input, None, weight, bias, running_mean, running_var)
-    options = Options(momentum, eps, process_group=layer._process_group)
+    belongs = (training or layer.channel_last or layer.fuse_relu) and _belongs_to_layer(layer, tensors)
+    channel_dim, relu = (-1 if layer.channel_last else 1, layer.fuse_relu) if belongs else (1, False)
+    options = Options(momentum, eps, channel_dim, relu, process_group=layer._process_group)
     try:
         if training and layer.training:
-            if _belongs_to_layer(layer, tensors):
-                train_layer = train if layer._train_override is None else layer._train_override
-                return train_layer(tensors, options, layer)[0]
-            _warn_on_several_ranks(layer._syncbn_original.__qualname__, NO_LAYER_TENSOR, layer._process_group)
-        if layer.training and not is_compiling():
+            if belongs:
+                return (layer._train_override or train)(tensors, options, layer)[0]
+            _warn_on_several_ranks(type(layer), NO_LAYER_TENSOR, layer._process_group)
+        if is_compiling():
+            note_call(True)
+        elif layer.training:
             vars(layer)["_synchronised_ranks"] = layer._synchronised_ranks or 1
         try:
-            return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        except RuntimeError:  # torch's error may lack values and a remedy. `check` raises a better error.
+            x = input.movedim(channel_dim, 1)
+            y = plain_batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, cudnn_enabled)
+            return (y.relu() if relu else y).movedim(1, channel_dim)
+        except (IndexError, RuntimeError):  # torch's error may lack values and a remedy. `check` raises a better error.
             check(tensors, options, layer)
             raise
     except (RuntimeError, TypeError, ValueError) as error:
@@ -351,10 +368,11 @@ def _belongs_to_layer(layer: SyncBatchNorm, tensors: Tensors) -> bool:
 
 
 @constant_in_graphs
-def _warn_on_several_ranks(kind: str, problem: str, spec: GroupSpec) -> None:
-    """If the group has several ranks, warn once that the class named `kind` does not synchronise."""
+def _warn_on_several_ranks(kind: type[SyncBatchNorm], problem: str, spec: GroupSpec) -> None:
+    """If the group has several ranks, warn once that layers of class `kind` do not synchronise."""
     if size(spec) > 1:
-        warn_once(f"syncbn is not synchronising: {kind}.forward {problem}")
+        original: type[nn.Module] = getattr(kind, "_syncbn_original", kind)
+        warn_once(f"syncbn is not synchronising: {original.__qualname__}.forward {problem}")
 
 
 def _new_instance(original: type[nn.Module]) -> SyncBatchNorm:

@@ -15,6 +15,7 @@ from torch import Tensor
 from syncbn.torch_internals import (
     constant_in_graphs,
     copy_together,
+    current_backward,
     inside_functorch,
     inside_vmap,
     is_compiling,
@@ -70,11 +71,6 @@ def unpack(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tenso
     return mean, var, invstd, statistics[3 * num_channels : 3 * num_channels + 1]
 
 
-def num_statistics(num_channels: int, relu: bool) -> int:
-    """Return the length of packed statistics. With `relu` they include scale and shift of a relu without residual."""
-    return (5 if relu else 3) * num_channels + N_COPIES
-
-
 def unpack_unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean (C,), unbiased variance var * n / (n - 1) (C,), and n (1,). For n <= 1 the variance is undefined."""
     mean, var, _, num_values = unpack(statistics, num_channels)
@@ -83,7 +79,7 @@ def unpack_unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tens
 
 def update_buffers(
     running_mean: Tensor | None, running_var: Tensor | None, counter: Tensor | None, statistics: Tensor,
-    momentum: float | Tensor | None, updates: bool = True,
+    momentum: float | Tensor | None,
 ) -> None:  # fmt: skip
     """Compute running = (1 - momentum) * running + momentum * statistic in place, and increment the counter.
 
@@ -91,8 +87,9 @@ def update_buffers(
     all batches. running_var takes the unbiased variance, var * n / (n - 1). If n = 0, neither running statistic
     changes; if n = 1, only running_mean changes. The host does not read n.
 
-    If `updates` is False, the values are computed but not written. They are computed because selective checkpointing
-    matches saved results by the order of calls.
+    In a backward, where activation checkpointing recomputes a forward, the values are computed but not written. They
+    are computed because selective checkpointing matches saved results by the order of calls. (Compiled graphs drop the
+    updates of a recompute.)
     """
     if momentum is None and counter is not None:
         momentum = 1.0 / (counter + 1).to(statistics.dtype)  # The host does not wait for a GPU.
@@ -110,7 +107,7 @@ def update_buffers(
     if counter is not None:
         buffers.append(counter)
         values.append(counter + 1)
-    if not (buffers and updates):
+    if not buffers or not (is_compiling() or current_backward() == -1):
         return
     together = not is_exporting() if is_compiling() else inside_functorch() and not inside_vmap()
     if together:

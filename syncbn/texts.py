@@ -10,11 +10,13 @@ import traceback
 import warnings
 from collections.abc import Iterable
 from types import FrameType
+from typing import Any
 
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 ONE_VALUE_PER_CHANNEL = "Expected more than 1 value per channel when training, got 1 over all ranks"
+FLAGS = "channel_last", "track_running_stats", "fuse_relu"  # arguments of layers that are bools
 MAX_REPR_LENGTH = 60  # characters of a value in an error message
 LIBRARIES = {"torch", "syncbn", *sys.stdlib_module_names}
 
@@ -48,9 +50,13 @@ def layer_settings(caller: object) -> dict[str, str]:
     """Return the settings of a layer that must be equal on all ranks, as text. A function has none."""
     if not isinstance(caller, _BatchNorm):
         return {}
-    names = "channel_last", "fuse_relu", "track_running_stats"
-    flags = {name: str(bool(getattr(caller, name, False))) for name in names}
+    flags = {name: shorten(to_bool(getattr(caller, name, False))) for name in FLAGS}
     return {"eps": _format_number(caller.eps), "momentum": _format_number(caller.momentum)} | flags
+
+
+def to_bool(flag: object) -> Any:
+    """Return a number or a bool of numpy as a bool, and any other object unchanged."""
+    return bool(flag) if isinstance(flag, numbers.Number) or type(flag).__name__ in ("bool", "bool_") else flag
 
 
 def _format_number(setting: object) -> str:

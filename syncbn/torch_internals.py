@@ -35,6 +35,11 @@ forward_mode_level: Callable[[], int] = functools.partial(getattr, forward_ad, "
 # The classes of torch's operators. Compiled graphs call operators; programs call functions that wrap them.
 OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 
+# The forward of nn.BatchNorm1d, 2d and 3d; False if a program replaced it before it imported syncbn. A replacement may
+# have torch's __module__, copied by functools.wraps, but it has other globals.
+_forward = nn.modules.batchnorm._BatchNorm.forward
+TORCH_FORWARD = getattr(_forward, "__globals__", None) is vars(nn.modules.batchnorm) and _forward
+
 PLAIN_CLASSES = {torch.Tensor, torch.nn.Parameter}  # a Parameter made from a DTensor has the class DTensor
 PLAIN_OR_NONE = {*PLAIN_CLASSES, type(None)}
 _included_keys = torch._C._dispatch_tls_local_include_set
@@ -48,6 +53,22 @@ def constant_in_graphs(function: Function) -> Function:
     torch._dynamo."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+# The frame in which Dynamo last traced a layer with a forward of its own, and whether that forward calls batch norm.
+_traced_call: tuple[object, bool] = None, True
+
+
+@constant_in_graphs
+def note_call(called: bool) -> bool:
+    """While Dynamo traces a forward, record whether it has called batch norm. Return the previous record.
+
+    Return True if another frame has made the record: a graph break separates the frames, and Dynamo does not trace the
+    frames in between if it has cached them.
+    """
+    global _traced_call
+    old, _traced_call = _traced_call, (torch._guards.CompileContext.current_compile_id(), called)
+    return old != (_traced_call[0], False)
 
 
 @constant_in_graphs
@@ -78,6 +99,12 @@ def is_eager(x: object = None) -> bool:
     )
 
 
+def is_traced() -> bool:
+    """Return whether a compiler, a transform of torch.func, forward mode or torch.jit.trace is active: an autograd
+    Function must then contain all operations."""
+    return is_compiling() or inside_functorch() or forward_mode_level() >= 0 or is_jit_tracing()
+
+
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
 
 
@@ -91,6 +118,14 @@ def is_capturing(device: torch.device) -> bool:
 def inside_vmap_or_forward_mode() -> bool:
     """Return whether torch.func.vmap or any forward mode is active. Dynamo enters them while it traces."""
     return forward_mode_level() >= 0 or (inside_functorch() and inside_vmap())
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Return whether vmap or forward mode is active, or a tensor is a batched gradient. Only torch operations have
+    rules for them."""
+    if inside_vmap_or_forward_mode():
+        return True
+    return not is_compiling() and any(tensor is not None and is_batched_gradient(tensor) for tensor in tensors)
 
 
 def inside_vmap() -> bool:
@@ -124,9 +159,6 @@ is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_ba
 
 # Whether a torch.func transform, which may have ended, has wrapped this tensor.
 is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-
-# Whether the running backward keeps its graph (retain_graph=True); True outside of a backward.
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 # Whether the tensor represents zeros without memory.
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
@@ -275,6 +307,16 @@ def registered_name(group: dist.ProcessGroup) -> str:
     """Return the group's name in torch's registry. `group.group_name` raises for a group that is implemented in Python,
     unless its class overrides getGroupName."""
     return dist.distributed_c10d._get_process_group_name(group)
+
+
+MAX_ALL_TO_ALL_RANKS = 16  # see ranks/collective.py
+
+
+@constant_in_graphs
+def all_to_all_size(group: dist.ProcessGroup) -> int:
+    """Return the number of ranks if short payloads on CPU use all_to_all_single, or 0 if they use all_reduce."""
+    is_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
+    return group.size() if is_gloo and group.size() <= MAX_ALL_TO_ALL_RANKS else 0
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import kernels
-from syncbn.arguments import layer_channels
-from syncbn.kernels.interface import TRAILER_ELEMENTS
+from syncbn import kernels, payload
+from syncbn.arguments import check_module, layer_channels
 from syncbn.layer import UNKNOWN_NUM_RANKS, SyncBatchNorm
 from syncbn.ranks import groups
 from syncbn.texts import quote_path
@@ -31,6 +30,7 @@ CUSTOM = "may use the statistics of its batch; if so, let its forward call syncb
 EXPORTED = "is part of a scripted or exported model; convert before torch.jit or torch.export"
 CALLS_FUNCTION = "may call F.batch_norm in training; if so, call syncbn.functional.sync_batch_norm instead"
 UNREGISTERED = "keeps batch norm in a plain list or dict, where no conversion finds it; use nn.ModuleList or ModuleDict"
+COMMUNICATES = "communicates by itself; leave out the conversion that made it, or derive the class from nn.BatchNorm2d"
 OVERRIDDEN = "its forward was replaced; convert before layer.forward = ..., or define the forward in a subclass"
 
 MAX_NAMED = 3  # The number of names that a text lists for a class.
@@ -41,7 +41,6 @@ TRAINING_INDEX = 5  # Position of the argument `training` of F.batch_norm and to
 # The exceptions for a method that has no source or wraps itself, and for incomplete or too deeply nested source.
 SOURCE_ERRORS = OSError, SyntaxError, TokenError, ValueError, RecursionError, MemoryError
 
-BYTES_PER_ELEMENT = 8  # float64
 BY_TORCH = "synchronised by torch's nn.SyncBatchNorm, on GPUs only"
 
 
@@ -51,12 +50,6 @@ class LocalLayer(NamedTuple):
     name: str  # The dotted name in the model.
     layer: nn.Module
     remedy: str  # CONVERTIBLE if `convert_syncbn_model` can convert the layer.
-
-
-def check_module(model: nn.Module) -> None:
-    """**Raises** TypeError unless `model` is a module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected an nn.Module, got {model!r} of type {type(model).__name__}; pass the model")
 
 
 def unparametrized_class(layer: nn.Module) -> type[nn.Module]:
@@ -140,7 +133,7 @@ def _remedy(module: nn.Module) -> str | None:
     original = unparametrized_class(module)
     if original is not nn.SyncBatchNorm:
         if issubclass(original, nn.SyncBatchNorm):
-            return "its base nn.SyncBatchNorm communicates by itself; derive the class from nn.BatchNorm1d, 2d or 3d"
+            return COMMUNICATES
         taken = [name for name in ADDED_ATTRIBUTES if hasattr(module, name)]
         if taken:
             return f"has attributes whose names syncbn uses; rename {', '.join(taken)}"
@@ -170,7 +163,7 @@ class LayerSummary(NamedTuple):
     kind: str  # Name of the class.
     channels: int  # C
     group_size: int  # Number of ranks; 1 without a process group.
-    forward_bytes: int  # Payload of the forward pass in bytes: 8 * (2C + 4), or 0 in a group of one rank.
+    forward_bytes: int  # Payload of the forward pass in bytes: 8 * (2C + 5), or 0 in a group of one rank.
     backward_bytes: int  # The same for the backward pass.
     last_step: str  # Whether the last training step synchronised; see `summary`.
 
@@ -199,8 +192,8 @@ def summary(model: nn.Module) -> Summary:
 
         synchronised over N ranks, not synchronised   as recorded in eager mode
         compiled    the layer is in a compiled module, which records nothing
-        not known   no record, but the layer has counted batches: in a compiled function, or before it was converted,
-                    copied or loaded
+        not known   no record, but the layer has counted batches: in a compiled function, before it was converted, or
+                    before its state_dict was saved; or the forward of a subclass calls no batch norm in training
         none yet    no record, and the layer has counted no batches
 
     Lines below the table list the layers that are not synchronised, and the layers of nn.SyncBatchNorm, which another
@@ -224,7 +217,7 @@ def summary(model: nn.Module) -> Summary:
 def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
     group_size = groups.size(layer._process_group)
     num_channels = layer_channels(layer)
-    num_bytes = BYTES_PER_ELEMENT * (2 * num_channels + TRAILER_ELEMENTS) if group_size > 1 else 0
+    num_bytes = payload.BYTES_PER_ELEMENT * payload.num_elements(num_channels) if group_size > 1 else 0
     last_step = "compiled" if compiled else _last_eager_step(layer)
     return LayerSummary(name, type(layer).__name__, num_channels, group_size, num_bytes, num_bytes, last_step)
 

@@ -8,11 +8,13 @@ import copy
 import functools
 import pickle
 import re
+import sys
 from abc import ABCMeta
 from typing import Any
 
 import pytest
 import torch
+from jobs import run
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, Frozen, OnlyAttributes, parametrized
 from torch import nn
 from torch.nn.utils import parametrize
@@ -103,7 +105,8 @@ def test_what_is_left_alone_is_named_in_one_warning() -> None:
     model["b"].channel_last = "mine"
     classes = {name: type(module) for name, module in model.items()}
     assert re.fullmatch(
-        r"syncbn did not convert these layers: 1 SubclassOfSyncBatchNorm \(a\): .* derive the class from .*; "
+        r"syncbn did not convert these layers: 1 SubclassOfSyncBatchNorm \(a\): communicates by itself; "
+        r"leave out the conversion that made it, or derive the class from nn.BatchNorm2d; "
         r"1 BatchNormAct2d \(b\): .* rename channel_last; 1 \w*Module \(c\): is part of a scripted .*; "
         r"2 HeteroBatchNorm \(d, e\.0\): may use the statistics of its batch; if so, let its forward call .*; "
         r"1 \w*Module \(exported\.0\): is part of a scripted or exported model; convert before .*; "
@@ -292,6 +295,24 @@ def test_parametrizations_come_and_go_around_a_conversion() -> None:
     assert type(parametrize.remove_parametrizations(layer, "weight")) is syncbn.SyncBatchNorm2d
     syncbn.revert_syncbn_model(parametrized(layer))
     assert type(parametrize.remove_parametrizations(layer, "weight")) is nn.BatchNorm2d
+
+
+REPLACED_BEFORE_THE_IMPORT = """
+import torch
+from torch.nn.modules import batchnorm
+batchnorm._BatchNorm.forward = lambda self, x: x + 5
+import syncbn
+for layer in torch.nn.BatchNorm1d(3), torch.nn.LazyBatchNorm1d(), torch.nn.SyncBatchNorm(3):
+    print(syncbn.convert_syncbn_model(layer).eval()(torch.ones(2, 3)).max().item())
+"""
+
+
+def test_a_forward_that_was_replaced_before_the_import() -> None:
+    """nn.SyncBatchNorm has a forward of its own, which the replacement does not change."""
+    printed = run(sys.executable, "-W", "ignore", "-c", REPLACED_BEFORE_THE_IMPORT)
+    first, second, third = map(float, printed.split())
+    assert first == second == 6
+    assert third == pytest.approx(1, rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

@@ -7,9 +7,10 @@ from pathlib import Path
 import syncbn
 
 PACKAGE = Path(syncbn.__file__).parent
-LOWEST = "torch_internals", "texts"
+LOWEST = "torch_internals", "texts", "payload"
 ROOMS = {  # the beginning of a module's name -> the beginnings of all that it may import
     "torch_internals": LOWEST,
+    "payload": (),  # not the kernels: ranks do not need them for what they send
     "kernels.": ("kernels.", "statistics", *LOWEST),
     "ranks.": ("ranks.", "kernels.", *LOWEST),
 }

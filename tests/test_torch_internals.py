@@ -71,15 +71,6 @@ def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [cache.get("config", (x, None)) for _ in range(2)] == ["first", "second"]
 
 
-def test_keeps_graph() -> None:
-    seen = [internals.keeps_graph()]
-    y = torch.ones(2, requires_grad=True).sin()
-    y.register_hook(lambda _: seen.append(internals.keeps_graph()))
-    for retain_graph in (True, False):
-        y.sum().backward(retain_graph=retain_graph)
-    assert seen == [True, True, False]
-
-
 selective = partial(create_selective_checkpoint_contexts, [])  # of which nothing is saved
 
 # How a function is called, and which questions are then answered by yes.
@@ -228,3 +219,17 @@ def test_a_graph_is_no_export() -> None:
     x = torch.zeros(2)
     assert torch.compile(add_one_in_exports, backend="eager", fullgraph=True)(x).tolist() == [0, 0]
     assert torch.export.export(Model(), (x,), strict=True).module()(x).tolist() == [1, 1]
+
+
+def test_a_record_of_a_trace_is_that_of_one_frame() -> None:
+    """In another frame, and outside of any, the record is unknown."""
+
+    def record_here(x: Tensor) -> Tensor:
+        internals.note_call(False)
+        return x + internals.note_call(True)
+
+    x = torch.zeros(())
+    assert torch.compile(record_here, backend="eager", fullgraph=True)(x) == 0
+    internals.note_call(False)
+    assert torch.compile(lambda x: x + internals.note_call(False), backend="eager", fullgraph=True)(x) == 1
+    assert internals.note_call(True)

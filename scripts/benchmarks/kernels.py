@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from benchmarks.measuring import Case, cases, draw, in_turn, session, time_stages
 
+from syncbn import payload
 from syncbn.kernels import reference
-from syncbn.kernels.interface import TRAILER_ELEMENTS, BackwardConfig, ForwardConfig, Layout
+from syncbn.kernels.interface import BackwardConfig, ForwardConfig, ReluMask
+from syncbn.kernels.layout import Layout
 from syncbn.kernels.select import fast_path_back_end
 
 EPS = 1e-5
@@ -39,7 +41,7 @@ def calls_of(back_end: Any, case: Case, device: torch.device) -> dict[str, tuple
     dtype = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (value(case.channels, dtype=dtype, device=device) for value in (torch.ones, torch.zeros))
     of_statistics = {"dtype": torch.float64, "device": device}
-    sums = torch.ones(2 * case.channels + TRAILER_ELEMENTS, **of_statistics)
+    sums = torch.ones(payload.num_elements(case.channels), **of_statistics)
     packed = torch.ones(3 * case.channels + 4, **of_statistics)
     copy, of_both = torch.empty_like(x), (Layout.of(x, case.channel_dim), x.dtype, x.device)
 
@@ -52,7 +54,15 @@ def calls_of(back_end: Any, case: Case, device: torch.device) -> dict[str, tuple
         saved = x, weight, packed, residual
         forward = back_end.Forward(ForwardConfig(*of_both, EPS, fused, fused, dtype, dtype))
         backward = back_end.Backward(
-            BackwardConfig(*of_both, False, fused, dtype, dtype, dtype, needs_x=True, needs_residual=fused)
+            BackwardConfig(
+                *of_both,
+                ReluMask.FROM_Y if fused else ReluMask.NONE,
+                dtype,
+                dtype,
+                dtype,
+                needs_x=True,
+                needs_residual=fused,
+            )
         )
         if not fused:
             calls["forward_sums"] = partial(forward.forward_sums, x), 1

@@ -32,32 +32,45 @@ OVERFLOW_THRESHOLDS = {torch.bfloat16: "1e19", torch.float64: "1e154"}
 def all_reduce(payload: Tensor, group: dist.ProcessGroup, all_to_all_size: int, use_operator: bool = False) -> Tensor:
     """Return the sum of `payload` over the ranks of the group. May overwrite `payload`.
 
-    `all_to_all_size`: see `groups.all_to_all_size`. `use_operator`: call a functional operator, whose result a dispatch
-    mode can save and a compiler can trace.
+    `all_to_all_size`: see `torch_internals.all_to_all_size`. `use_operator`: call a functional operator, whose result a
+    dispatch mode can save and a compiler can trace.
     """
-    if not (all_to_all_size and payload.is_cpu and payload.numel() <= MAX_ALL_TO_ALL_ELEMENTS):
-        if use_operator:
-            return all_reduce_operator(payload, group)
+    if use_operator:
+        return _all_reduce_by_operator(payload, group, all_to_all_size)
+    if not (all_to_all_size and payload.is_cpu and payload.shape[0] <= MAX_ALL_TO_ALL_ELEMENTS):
         work = group.allreduce([payload], ALL_REDUCE)
         if work is not None:  # None: the all_reduce is already complete
             work.wait()
         return payload
     sent = payload.repeat(all_to_all_size)
-    if use_operator:
-        received = all_to_all_operator(sent, group)
-    else:
-        # If a rank sends fewer elements, gloo aborts that rank alone, and the missing elements stay NaN.
-        received = torch.full_like(sent, math.nan)
-        group.alltoall_base(received, sent, [], [], ALL_TO_ALL).wait()
+    # If a rank sends fewer elements, gloo aborts that rank alone, and the missing elements stay NaN.
+    received = torch.full_like(sent, math.nan)
+    group.alltoall_base(received, sent, [], [], ALL_TO_ALL).wait()
+    return functools.reduce(torch.add, received.chunk(all_to_all_size))
+
+
+def _all_reduce_by_operator(payload: Tensor, group: dist.ProcessGroup, all_to_all_size: int) -> Tensor:
+    if not (all_to_all_size and payload.is_cpu and payload.shape[0] <= MAX_ALL_TO_ALL_ELEMENTS):
+        return all_reduce_operator(payload, group)
+    received = all_to_all_operator(payload.repeat(all_to_all_size), group)
     return functools.reduce(torch.add, received.chunk(all_to_all_size))
 
 
 class Collective:
-    """Context manager for a collective, in which this rank waits for the other ranks.
+    """A collective, in which this rank waits for the other ranks.
 
-    `ThisRank.last` keeps this object after the collective, so a Collective must not hold a reference to the group.
+        collective.begin()
+        try:
+            ...
+        except RuntimeError as error:
+            collective.raise_with_positions(error)
+            raise
+        finally:
+            del rank.waiting[collective]
 
-    **Raises** RuntimeError with the positions of all ranks when the collective fails.
+    This is not a context manager, because a KeyboardInterrupt may be raised at the entry of a Python function such as
+    `__exit__`. The collective would then stay in `ThisRank.waiting`. `ThisRank.last` keeps this object after the
+    collective, so a Collective must not hold a reference to the group.
     """
 
     # The number of this collective among those of syncbn on the group, from 1. On a GPU it is set before the collective
@@ -68,19 +81,13 @@ class Collective:
     def __init__(self, site: Site, call: int, pass_name: str, dtype: torch.dtype | None = None) -> None:
         self.site, self.rank, self.call_number, self.pass_name, self.dtype = site, site.rank, call, pass_name, dtype
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
+        """Add this collective to those in which this rank waits."""
         if not self.sequence_number:
             self.sequence_number = self.site.group_state.num_collectives = self.site.group_state.num_collectives + 1
         self.start = time.monotonic()
         self.rank.last = self
-        self.rank.waiting[self] = None
-
-    def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            if error is not None and isinstance(error, RuntimeError):
-                self._raise_with_positions(error)
-        finally:  # not earlier, because the report needs this collective in `waiting`
-            del self.rank.waiting[self]
+        self.rank.waiting[self] = None  # the last statement: an interrupt after it would leave the entry
 
     def description(self) -> str:
         """Describe this collective, for example as "layer4.1.bn3 forward, call 17"."""
@@ -88,7 +95,9 @@ class Collective:
         return f"{self.site.name} {self.pass_name}, {call}" if self.site.is_signed else self.site.name
 
     def position(self) -> Position:
-        return Position(self.site.group_state.name, self.sequence_number, self.pass_name, self.description())
+        is_evaluating, lacks_grad = not getattr(self.site.caller(), "training", True), self.site.lacks_grad
+        where = self.site.group_state.name, self.sequence_number, self.pass_name, self.description(), self.call_number
+        return Position(*where, lacks_grad and self.pass_name == "forward", is_evaluating)
 
     def to_report(self, error: Exception | None = None) -> report.CallReport:
         """Return the report of this collective for the other ranks. `error`: the argument error of this rank, or
@@ -123,7 +132,7 @@ class Collective:
             hint = "torch.autograd.set_detect_anomaly(True) finds a backward that computes NaN"
             warn_once(f"syncbn: {what}, {effect}. {remedy}; {hint}.")
 
-    def _raise_with_positions(self, error: RuntimeError) -> None:
+    def raise_with_positions(self, error: RuntimeError) -> None:
         """**Raises** RuntimeError with the positions of all ranks, unless `error` has them, is a GPU error (which gets
         a note instead) or shows that a backend is missing."""
         if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):

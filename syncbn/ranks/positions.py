@@ -4,11 +4,13 @@ Each rank writes to the store of the default process group. A key is "syncbn/", 
 (which may keep the store across restarts), the global rank, and one of
 
     position                the position of this rank
-    called/0/layer4.1.bn3   written at a layer's first call: its number of channels, and the ranks of group 0
+    called/bn3 in ResNet    written at a layer's first call: the group, the instance number, the number of channels
     fault/0/4f2a...         the rank's report of a collective in which the ranks differ, see report.py
     fault/0                 the rank's report of the first fault on a GPU, see status.py
 
-The key fault/0/4f2a.../readers contains no rank: it counts the ranks that have read the reports.
+Each value begins with the process that wrote it, and with the number of the default group among those of the process.
+A reader ignores a value that does not begin like the position of the same rank, because an earlier process or default
+group has written it. The key fault/0/4f2a.../readers contains no rank: it counts the ranks that have read the reports.
 
 A write takes tens of microseconds, so a thread (watchdog.py) writes the position, once a second if it has changed. The
 other ranks' positions are read (report.py) only for a report, and without delay, because torchrun ends the remaining
@@ -19,6 +21,7 @@ depends on a clock.
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -36,6 +39,7 @@ from syncbn.texts import format_error
 from syncbn.torch_internals import default_store
 
 HAS_LEFT = "has left"
+MAY_HAVE_LEFT = "has left this or an earlier default group"
 HAS_ENDED = "has ended"
 # Matches torch's errors that follow from another rank's end or absence. Most errors of gloo name a source file of gloo.
 FAILED_COLLECTIVE = re.compile(
@@ -52,9 +56,13 @@ class Position(NamedTuple):
     sequence_number: int = 0  # the number of the collective among those of syncbn on the group, from 1
     pass_name: str = ""  # the pass of the collective, such as "forward", "backward" or `WITH_GRAPH`
     description: str = ""  # the collective, such as "layer4.1.bn3 forward, call 17"
+    call_number: int = 0  # the number of the call of the layer, such as 17
+    lacks_grad: bool = False  # whether the input of this forward, unlike those before, requires no gradient
+    is_evaluating: bool = False  # whether the layer is in evaluation mode now
     error: str = ""  # the error that a layer has raised on this rank since that collective
     departure: str = ""  # `HAS_LEFT` and the reason, if the rank has left the group
     process: int = 0
+    default_group: int = 0  # the number of the default group among those of the process
     host: str = ""
     time: float = 0.0  # when the position was written, by the host's clock
     # The rank that reads a position sets these fields.
@@ -83,6 +91,9 @@ class GpuStatus(Protocol):
     def unfinished(self) -> Wait | None: ...
 
 
+_default_groups = itertools.count(1)  # counts the default groups of this process in which a layer has been called
+
+
 class ThisRank:
     """This rank of a default process group: its position, and the store to which the position is written."""
 
@@ -94,6 +105,7 @@ class ThisRank:
         self.rank, self.num_ranks, self.process = dist.get_rank(), world.size(), os.getpid()
         self.store: dist.Store = default_store()  # kept, because default_store() may later return another store
         self.store_answers, self.store_appends = True, _appends(self.store)
+        self.default_group = next(_default_groups)
         self.prefix = f"syncbn/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self.waiting: dict[Wait, None] = {}  # the unfinished collectives of all threads
         self.gpu_statuses: set[GpuStatus] = set()
@@ -112,7 +124,8 @@ class ThisRank:
         text, before = self.error
         error = text if before is last else ""
         position = Position() if last is None else last.position()
-        return position._replace(error=error, departure=self.departure, process=self.process, host=this_host())
+        position = position._replace(error=error, departure=self.departure, host=this_host())
+        return position._replace(process=self.process, default_group=self.default_group)
 
     def record_error(self, error: BaseException) -> None:
         """Record an error that a layer raises on this rank, because other ranks may wait in the next collective."""
@@ -139,7 +152,7 @@ class ThisRank:
         """Write a value as JSON, and return whether the store accepted it."""
         if self.store_answers:
             with self.suppressing_store_errors():
-                self.store.set(self._key(self.rank, key), json.dumps(value))
+                self.store.set(self._key(self.rank, key), json.dumps([[self.process, self.default_group], value]))
                 return True
         return False
 
@@ -148,13 +161,21 @@ class ThisRank:
         self._poll_store(lambda: self.store.delete_key(self._key(self.rank, key)), 0.0)
 
     def read(self, ranks: Sequence[int], key: str) -> list[Any]:
-        """Return the value that each of these ranks has written under the key, or None for a rank without a value."""
+        """Return the value that each of these ranks has written under the key, or None for a rank without a value, or
+        whose position is of another process or default group than its value."""
+        written = self._read(ranks, key)
+        positions = written if key == "position" else self._read(ranks, "position")
+        pairs = zip(written, positions, strict=True)
+        return [value[1] if value and position and value[0] == position[0] else None for value, position in pairs]
+
+    def _read(self, ranks: Sequence[int], key: str) -> list[Any]:
+        """Return the writer and the value of each of these ranks under the key, or None for a rank without a value."""
         store, keys = self.store, [self._key(rank, key) for rank in ranks]
         if store.check(keys):
             has_multi_get = store.has_extended_api()  # type: ignore[attr-defined]
             return [*map(json.loads, store.multi_get(keys) if has_multi_get else map(store.get, keys))]
         half = len(ranks) // 2  # Bisection needs few requests to find the ranks that have written nothing.
-        return [*self.read(ranks[:half], key), *self.read(ranks[half:], key)] if half else [None]
+        return [*self._read(ranks[:half], key), *self._read(ranks[half:], key)] if half else [None]
 
     def gather(self, ranks: Sequence[int], key: str, seconds: float) -> list[Any]:
         """Wait up to `seconds` until all of these ranks have written a value under the key. Return the values, with
@@ -170,7 +191,9 @@ class ThisRank:
             values[:] = self.read(ranks, key)
             return self.store.add(readers, 1) > 0
 
-        all_answered = self._poll_store(lambda: self.store.check(written), seconds)
+        all_answered = self._poll_store(
+            lambda: self.store.check(written) and None not in self.read(ranks, key), seconds
+        )
         self._poll_store(read, 0.0)
         num_answers = len(ranks) - values.count(None)
         if self.rank == ranks[0] and self._poll_store(lambda: self.store.add(readers, 0) >= num_answers, seconds):

@@ -1,20 +1,20 @@
 """Identifies the layers and functions that communicate over process groups, and signs the payloads that they send.
 
-Here a call site is a pair: a layer or function, and a process group. Each rank signs its payload, so that the result of
-the all_reduce (the total) shows whether the ranks are in different layers or passes. The signature s of a call site and
+A site is a layer or function on a process group. Each rank signs its payload, so that the result of
+the all_reduce (the total) shows whether the ranks are in different layers or passes. The signature s of a site and
 a pass is a positive number, computed from
 
     root and name    the class of the module that `convert_syncbn_model` converted, and the layer's dotted name in it;
                      for a layer without a name, its own class and its number of channels
     instance number  counts the layers with this root and name, in the order of their first training calls on the
-                     group; it distinguishes two models of one class, and is never reused
+                     group; it distinguishes two models of one class, and is never reused. When a rank has replaced a
+                     layer, the ranks agree on a new number, and retire the old one
     the call         the pass, the settings of the layer, and the dtype of the input
 
-In all passes except the forward, s also depends on the total of the forward, which differs between the calls of a layer
-(see signature_of_call in kernels/reference.py). Rank r sends 1, s_r and s_r^2 after its sums. By the Cauchy-Schwarz
-inequality sum 1 * sum s^2 = (sum s)^2 holds only if all s are equal. In a group of W ranks the signatures of two
-call sites collide with a probability of at most W / 2^24. A rank that does not know its layer, as in a compiled graph,
-sends zeros, so that the comparison ignores it. With SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
+In all passes except the forward, the id of the call is added to s; payload.py explains the id, and has the test for
+equal signatures. In a group of W ranks the signatures of two sites collide with a probability of at most W / 2^24.
+A rank that does not know its layer, as in a compiled graph, sends zeros, so that the comparison ignores it. With
+SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
 """
 
 import os
@@ -28,13 +28,13 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from syncbn.kernels.interface import UNSIGNED
-from syncbn.ranks.groups import all_to_all_size
+from syncbn.payload import UNSIGNED
 from syncbn.ranks.positions import ThisRank
-from syncbn.ranks.watchdog import this_rank
+from syncbn.ranks.watchdog import recorded, this_rank
 from syncbn.texts import find_frame, format_ranks, layer_settings, quote_path, warn_once
 from syncbn.torch_internals import (
     PLAIN_CLASSES,
+    all_to_all_size,
     broadcasting_ddp,
     constant_in_graphs,
     is_pipeline_stage,
@@ -43,10 +43,23 @@ from syncbn.torch_internals import (
 )
 
 
+class CopiedAsNone:
+    """The base of objects that belong to one layer. copy.copy, deepcopy and pickle copy such an object as None.
+
+    It would not be enough to exclude these objects in `__getstate__` of the layer, because torch's parametrize and the
+    `__deepcopy__` of subclasses copy the `__dict__` of a layer.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 class Caller(Protocol):
     """A layer, or a `FunctionCaller` for a function."""
 
-    _call_site: "Site | None"  # the call site of the last call
+    _syncbn_site: "Site | None"  # the site of the last call
     _synchronised_ranks: int | None  # ranks of the last eager training step; None before the first step
     _syncbn_name: tuple[str, str] | None  # the class of the root and the dotted name in it; None if unknown
 
@@ -58,7 +71,7 @@ layer_in_forward: ContextVar[Caller | None] = ContextVar("layer_in_forward", def
 class FunctionCaller:
     """The `Caller` of a function, such as sync_batch_norm."""
 
-    _call_site: "Site | None" = None
+    _syncbn_site: "Site | None" = None
 
     def __init__(self, name: str, is_signed: bool = True, needs_two_values: bool = True) -> None:
         self._syncbn_name: tuple[str, str] | None = ("", name)
@@ -84,7 +97,8 @@ def _hash(text: str) -> int:
 
 def smallest_signature(num_ranks: int) -> int:
     """Return the smallest signature for `num_ranks`. It is a power of two, and the largest is 2 * smallest - 1. The sum
-    of all ranks' signatures is below 2^26, so its square is exact in float64."""
+    of all ranks' signatures and ids of calls is below 2^26 + 256 W, so its square is exact in float64 for up to 100,000
+    ranks."""
     return 1 << (2**25 // num_ranks).bit_length() - 1
 
 
@@ -95,11 +109,15 @@ def _is_signing() -> bool:
 
 
 class Signatures(dict[tuple[str, torch.dtype | None], int]):
-    """The signatures of a call site, keyed by pass and dtype of the input. Without an identity they are UNSIGNED."""
+    """The signatures of a site, keyed by pass and dtype of the input. Without an identity they are UNSIGNED.
 
-    def __init__(self, num_ranks: int) -> None:
+    A new instance number or new settings make new Signatures. A pending backward keeps those of its forward, as does
+    the backward of a rank that has replaced the layer since.
+    """
+
+    def __init__(self, num_ranks: int, identity: str = "", settings: dict[str, str] | None = None) -> None:
         super().__init__()
-        self.identity, self.settings, self.smallest = "", dict[str, str](), smallest_signature(num_ranks)
+        self.identity, self.settings, self.smallest = identity, settings or {}, smallest_signature(num_ranks)
 
     def __missing__(self, key: tuple[str, torch.dtype | None]) -> int:
         pass_name, dtype = key
@@ -109,7 +127,7 @@ class Signatures(dict[tuple[str, torch.dtype | None], int]):
 
 
 class GroupState:
-    """The call sites and collectives of syncbn on a process group. Holds only a weak reference to the group."""
+    """The sites and collectives of syncbn on a process group. Holds only a weak reference to the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
@@ -118,6 +136,9 @@ class GroupState:
         self.sites: WeakKeyDictionary[Caller, Site] = WeakKeyDictionary()
         self.num_sites = self.num_collectives = 0
         self.last_instance_number = Counter[str]()  # keyed by `Site.layer`
+        # Pairs of `Site.layer` and an instance number on which the ranks had agreed until some rank gave it up. No
+        # layer has this number on all ranks any more, so the forward of a layer that still has it is in a mixture.
+        self.retired_numbers = set[tuple[str, int]]()
 
 
 _group_states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
@@ -129,17 +150,20 @@ def _group_state(group: dist.ProcessGroup) -> GroupState:
     return _group_states[group]
 
 
-class Site:
-    """A call site: a layer or function on a group. It holds a weak reference to the layer or function."""
+class Site(CopiedAsNone):
+    """A site: a layer or function on a group. It holds a weak reference to the layer or function."""
 
     instance_number = 0  # the number of the layer among those of its root and name; 0 if the site is not signed
+    # Whether the input of an earlier call required a gradient, and whether that of the last call, unlike it, does not.
+    required_grad = lacks_grad = False
 
     def __init__(self, caller: Caller, group: dist.ProcessGroup, rank: ThisRank) -> None:
         self.caller, self.rank, self.group_state, self.num_calls = ref(caller), rank, _group_state(group), 0
-        # The number of this call site among those of the group on this rank, from 1.
+        # The number of this site among those of the group on this rank, from 1.
         self.index = self.group_state.num_sites = self.group_state.num_sites + 1
         self.all_to_all_size = all_to_all_size(group)
-        root, path = caller._syncbn_name or ("", "")
+        self.syncbn_name = caller._syncbn_name
+        root, path = self.syncbn_name or ("", "")
         self.name = quote_path(path) or type(caller).__name__
         self.label = f"{self.name} in {root}" if root else self.name
         # The text that ranks compare, such as "bn1 in ResNet", "SyncBatchNorm2d(64)" or "sync_batch_norm".
@@ -154,30 +178,32 @@ class Site:
             self.set_instance_number(self.next_instance_number())
 
     def write_call(self, num_channels: int) -> None:
-        """Write the number of channels and the ranks of a call to the store. Reports show them if they differ."""
+        """Write the group, the instance number, and the number of channels and the ranks of a call to the store.
+        Reports show channels and ranks if they differ for one group and instance number."""
         text = f"with {num_channels} channels over {format_ranks(self.group_state.ranks)}"
-        self.rank.write(f"called/{self.group_state.name}/{self.label}", text)
+        self.rank.write(f"called/{self.label}", [self.group_state.name, self.instance_number, text])
 
     def next_instance_number(self) -> int:
         """Return a number that no layer of this root and name has had on this rank."""
         return self.group_state.last_instance_number[self.layer] + 1
 
     def set_instance_number(self, number: int) -> None:
-        """Use this new instance number for all later signatures."""
+        """Use this new instance number for the signatures of all later calls."""
         self.instance_number = self.group_state.last_instance_number[self.layer] = number
-        self.signatures.identity = f"{self.layer} {number}"
-        self.signatures.clear()
+        identity, settings = f"{self.layer} {number}", self.signatures.settings
+        self.signatures = Signatures(self.group_state.num_ranks, identity, settings)
 
 
-def call_site(caller: Caller, group: dist.ProcessGroup) -> Site:
-    """Return the call site of a layer or function on this group, and create it in the first call.
+def site_of(caller: Caller, group: dist.ProcessGroup) -> Site:
+    """Return the site of a layer or function on this group, and create it in the first call and in the first call
+    under another name.
 
     **Raises** ValueError in the first call of a layer in a pipeline stage if the group has ranks of other stages;
     RuntimeError in a forked process.
     """
     rank, state = this_rank(), _group_state(group)
     site = state.sites.get(caller)
-    if site is None:
+    if site is None or site.syncbn_name != caller._syncbn_name:
         _require_one_stage(state.ranks)
         if isinstance(caller, torch.nn.Module):
             _warn_of_broadcast(caller, state.ranks)
@@ -185,13 +211,12 @@ def call_site(caller: Caller, group: dist.ProcessGroup) -> Site:
         site = state.sites[caller] = Site(caller, group, rank)
     settings = layer_settings(caller)
     if site.signatures.settings != settings:
-        site.signatures.settings = settings
-        site.signatures.clear()
+        site.signatures = Signatures(state.num_ranks, site.signatures.identity, settings)
     return site
 
 
 def _after_fork() -> None:
-    """Clear the references to the groups of the parent process, which do not work here. `call_site` then raises."""
+    """Clear the references to the groups of the parent process, which do not work here. `site_of` then raises."""
     for state in _group_states.values():
         state.group = lambda: None
 
@@ -213,7 +238,7 @@ def _require_one_stage(ranks: list[int]) -> None:
         where = f"stage {stage.stage_index} of a pipeline over {format_ranks(pipeline)}"
         remedy = "with the group of the ranks that hold this stage, or with process_group=1 if only one rank holds it"
         what = f"the layer is in {where}, but synchronises over {format_ranks(ranks)}, which also hold other stages"
-        raise ValueError(f"{what}; convert the stage {remedy}")
+        raise recorded(ValueError(f"{what}; convert the stage {remedy}"))
 
 
 def _warn_of_broadcast(layer: torch.nn.Module, ranks: list[int]) -> None:

@@ -97,12 +97,12 @@ class StreamStatus:
         self.group_status.streams[device, stream] = self.group_status.streams[device, None] = self
         self.rank.gpu_statuses.add(self)
 
-    def status_words(self, sequence_number: int) -> StatusWords:
-        """Return the status words for the all_reduce with this sequence number. **Raises** the fault of an earlier
-        total."""
+    def status_words(self, sequence_number: int, call_id: int) -> StatusWords:
+        """Return the status words for the all_reduce with this sequence number; `call_id` is that of `StatusWords`.
+        **Raises** the fault of an earlier total."""
         if self.words[FAULT] or self.group_status.fault is not None:
             raise self.error()
-        return StatusWords(self.host_address, self.device_address, sequence_number)
+        return StatusWords(self.host_address, self.device_address, sequence_number, call_id)
 
     def unfinished(self) -> Collective | None:
         """Return the oldest all_reduce that has begun and not ended, or None."""

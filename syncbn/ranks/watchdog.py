@@ -2,7 +2,7 @@
 
 | this rank waits in                 | the thread knows it from                                      |
 |------------------------------------|---------------------------------------------------------------|
-| an all_reduce of a layer, on a CPU | the `with` block of its `Collective`                          |
+| an all_reduce of a layer, on a CPU | `ThisRank.waiting`                                            |
 | an all_reduce of a layer, on a GPU | the status words, see status.py, as the host does not wait    |
 
 Collectives of DistributedDataParallel and of the program are not tracked. If the error of such a collective ends the
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from syncbn.ranks import positions, report
 from syncbn.ranks.positions import HAS_LEFT, Position, ThisRank, Wait
+from syncbn.torch_internals import is_compiling
 
 POLL_SECONDS = 1.0  # time between two polls of the thread
 EXIT_SECONDS = 1.0  # at exit: the longest wait for the thread of a report, and for the lock of the position
@@ -52,6 +53,14 @@ def this_rank() -> ThisRank:
             finalize(world, _on_group_end, rank, thread)
             thread.start()
         return _ranks[world]
+
+
+def recorded(error: Exception) -> Exception:
+    """Return `error`, which this rank raises because it cannot find the group of a call, after recording it at once."""
+    world = dist.group.WORLD
+    if not (is_compiling() or world is None or world in _inherited):
+        report.record_at_once(this_rank(), error)
+    return error
 
 
 def _after_fork() -> None:
@@ -110,8 +119,9 @@ def _warn_if_long(rank: ThisRank, wait: Wait) -> None:
         return
     wait.next_warning_seconds *= 2
     if wait.ranks().index(rank.rank) < MAX_WARNING_RANKS:
-        where = report.report_positions(rank, wait)
+        # The wait may end while the report waits for the store, so `waiting` is read first.
         on_gpu = "" if wait in rank.waiting else f", in {wait.position().description} on the GPU; the host may be ahead"
+        where = report.report_positions(rank, wait)
         log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, on_gpu, where)
 
 

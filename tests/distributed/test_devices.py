@@ -44,6 +44,15 @@ def test_training_step(ranks: Ranks, name: str, masked: bool) -> None:
 
 
 @pytest.mark.two_ranks
+def test_a_bad_argument_of_fake_tensors(ranks: Ranks) -> None:
+    """As without a group. Every rank has it: one rank alone may run FakeTensors, and sends nothing."""
+    with FakeTensorMode():
+        layer = syncbn.SyncBatchNorm(4)
+        with pytest.raises(ValueError, match="expected 4 channels in dim 1 of the input, got 3"):
+            layer(torch.randn(2, 3, 5))
+
+
+@pytest.mark.two_ranks
 def test_functional_forms(ranks: Ranks) -> None:
     with FakeTensorMode():
         x = torch.randn(2, 3, 4, requires_grad=True)

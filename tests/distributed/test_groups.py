@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import voting
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from training import unchanged
-from voting import Ranks
+from voting import Ranks, Reports
 
 import syncbn
+from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_stats
 from syncbn.ranks import groups
 from syncbn.ranks.groups import GlobalRanks
 
@@ -91,8 +93,7 @@ def test_copies_and_pickles(ranks: Ranks) -> None:
     assert copied[0].process_group is model[0].process_group is group
     for layer in (*copied, *pickled):
         assert all_share(layer, ranks)
-    last_step = syncbn.summary(pickle.loads(pickle.dumps(pickled)))[0].last_step
-    assert last_step == "not known"  # num_batches_tracked is 1
+    assert all(layer._syncbn_site is None for layer in pickle.loads(pickle.dumps(pickled)))  # A group has no pickle.
 
 
 def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:
@@ -154,6 +155,67 @@ def test_a_layer_whose_own_group_was_destroyed_does_not_train_alone(ranks: Ranks
     assert all_share(layer, ranks)
 
 
+def test_another_group_of_the_same_ranks_does_not_replace_a_destroyed_group(ranks: Ranks) -> None:
+    """Other ranks may not have destroyed it, and would wait in it. A layer that is unpickled afterwards may use any."""
+    group, later = (dist.new_group(list(range(ranks.size))) for _ in range(2))
+    layer = layer_of(group, ranks)
+    found = pickle.loads(pickle.dumps(layer))
+    assert found.process_group is dist.group.WORLD
+    assert all_share(layer, ranks)
+    dist.barrier()  # else a rank may leave the group while another still connects to it
+    dist.destroy_process_group(group)
+    copied, pickled = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+    for destroyed in (layer, copied, layer):  # also after the first error
+        with unchanged(destroyed), pytest.raises(RuntimeError, match="was destroyed"):
+            destroyed(batch(ranks))
+    layer.process_group = later
+    for existing in (layer, found, pickled):
+        assert all_share(existing, ranks)
+
+
+def destroyed_layer(ranks: Ranks) -> syncbn.SyncBatchNorm:
+    group = dist.new_group(list(range(ranks.size)))
+    layer = layer_of(group, ranks)
+    dist.barrier()
+    if ranks.rank == 1:
+        dist.destroy_process_group(group)
+    return layer
+
+
+Call = Callable[[Tensor], object]
+# What rank 1 calls, built on all ranks, and its error.
+CALLS_WITHOUT_GROUP: dict[str, tuple[Callable[[Ranks], Call], str]] = {
+    "function": (
+        lambda ranks: lambda x: sync_batch_norm(x, None, None, training=True, process_group=0),
+        "ValueError: process_group=0",
+    ),
+    "statistics": (lambda ranks: lambda x: sync_batch_stats(x, "world"), "TypeError: process_group must be None"),
+    "backward": (
+        lambda ranks: lambda x: batch_norm_backward(x, x, x[0], x[0], process_group=True),
+        "TypeError: process_group must be None",
+    ),
+    "constructor": (lambda ranks: lambda x: layer_of(-1, ranks), "ValueError: process_group=-1"),
+    "size": (lambda ranks: lambda x: syncbn.create_syncbn_process_group(-2), "ValueError: group_size must be an int"),
+    "destroyed group": (destroyed_layer, r"RuntimeError: the layer's process_group \(ranks .*\) was destroyed"),
+    "group without this rank": (
+        lambda ranks: layer_of(dist.new_group([0]), ranks),
+        "ValueError: this rank is not in the layer's process_group",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_WITHOUT_GROUP)
+def test_ranks_that_wait_read_why_another_rank_finds_no_group(ranks: Ranks, reports: Reports, name: str) -> None:
+    """Rank 1 raises before it knows in which group the others wait. Here it then joins them."""
+    build, text = CALLS_WITHOUT_GROUP[name]
+    call, layer = build(ranks), layer_of(None, ranks)
+    if ranks.rank == 1:
+        with pytest.raises((RuntimeError, TypeError, ValueError)):
+            call(batch(ranks))
+        reports.wait_for(rf"rank 1: (.*; )?has raised {text}.*\n(rank.*\n)*\Z")  # and no cause of a late rank
+    assert all_share(layer, ranks)
+
+
 def test_a_group_of_an_int_that_was_destroyed(ranks: Ranks) -> None:
     if ranks.size == 4:
         layer = layer_of(2, ranks)
@@ -166,13 +228,17 @@ def test_summary(ranks: Ranks) -> None:
     """Of graphs in test_compile.py."""
     model = nn.Sequential(layer_of(None, ranks), layer_of(1, ranks))
     row, alone = syncbn.summary(model)
-    num_bytes = 8 * (2 * C + 4)
+    num_bytes = 8 * (2 * C + 5)
     assert row == ("0", "SyncBatchNorm", C, ranks.size, num_bytes, num_bytes, "none yet")
     assert alone == ("1", "SyncBatchNorm", C, 1, 0, 0, "none yet")
     model(batch(ranks))
-    assert syncbn.summary(copy.deepcopy(model).to("meta"))[0].last_step == "none yet"
     expected = [f"synchronised over {ranks.size} ranks", "not synchronised"]
-    assert [row.last_step for row in syncbn.summary(model)] == expected
+    for trained in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [row.last_step for row in syncbn.summary(trained)] == expected
+    loaded = layer_of(None, ranks)
+    loaded.load_state_dict(model[0].state_dict())
+    assert syncbn.summary(loaded)[0].last_step == "not known"  # num_batches_tracked is 1
+    assert syncbn.summary(loaded.to("meta"))[0].last_step == "none yet"
     assert str(syncbn.summary(model)).endswith(f"\nkernels: {syncbn.kernels.available()}")
 
 
@@ -180,7 +246,8 @@ def test_specification_before_init_process_group(ranks: Ranks) -> None:
     """An int given without a default group, or under another, becomes a group in the first training forward; 1 needs
     none. Compiled layers: test_compile.py."""
     alone = [layer_of(1, ranks)]
-    everyone = [layer_of(spec, ranks) for spec in (None, ranks.size, dist.group.WORLD)]
+    everyone = [layer_of(spec, ranks) for spec in (None, ranks.size)]
+    of_first_group = layer_of(dist.group.WORLD, ranks)
     voting.world.leave()
     alone.append(layer_of(1, ranks))
     everyone += [layer_of(ranks.size, ranks), layer_of(ranks.size, ranks)]
@@ -194,6 +261,8 @@ def test_specification_before_init_process_group(ranks: Ranks) -> None:
     for layer in everyone:
         assert all_share(layer, ranks)
         assert groups.lookup(layer._process_group) is dist.group.WORLD
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        of_first_group(batch(ranks))
 
 
 @pytest.mark.parametrize("size", [1, 2])

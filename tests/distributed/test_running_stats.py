@@ -4,14 +4,17 @@ Also a fault that leaves them half written, or that one rank alone hears of; and
 whole batch's mean, variance and count, or sends more than it must. (Its derivatives are in test_derivatives.py.)
 """
 
+import copy
 import functools
 from collections import OrderedDict
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from subclasses_of_batchnorm import BatchNormAct2d
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from training import CountCollectives, unchanged
 from voting import Ranks
@@ -125,13 +128,16 @@ class KeepsOthers(nn.BatchNorm2d):
         return F.batch_norm(x, *running[self.kept], self.weight, self.bias, self.training, self.momentum, self.eps)
 
 
+OTHER_STATISTICS = "this call has other running statistics than the layer had when accumulate_running_stats began"
+
+
 @pytest.mark.parametrize("on_one_rank", [False, True])
 @pytest.mark.parametrize("kept", ["own", "inner", "one own", "a slice"])
 def test_other_running_statistics_are_refused(ranks: Ranks, kept: str, on_one_rank: bool) -> None:
     """By the name of the layer, on every rank, before anything moves."""
     model = nn.Sequential(OrderedDict(norm=KeepsOthers(CHANNELS))).to(ranks.device, torch.float64)
     syncbn.convert_syncbn_model(model).norm.kept = "none" if on_one_rank and ranks.rank else kept
-    words = r"norm(:| forward(.|\n)*ranks? 0.*: ValueError:) forward\(\) passes running statistics to F.batch_norm"
+    words = rf"norm(:| forward(.|\n)*ranks? 0.*: ValueError:) {OTHER_STATISTICS}"
     if ranks.device.type == "cuda" and on_one_rank:
         pytest.skip("on GPUs the other ranks raise at a later call")
     with (
@@ -140,6 +146,61 @@ def test_other_running_statistics_are_refused(ranks: Ranks, kept: str, on_one_ra
         syncbn.accumulate_running_stats(model),
     ):
         model(part(ranks, ranks.rank, 0))
+
+
+@on_cpu
+@pytest.mark.parametrize("on_one_rank", [False, True])
+@pytest.mark.parametrize("passed", ["all", "running_mean", "running_var", "num_batches_tracked"])
+def test_buffers_of_functional_call_are_refused(ranks: Ranks, passed: str, on_one_rank: bool) -> None:
+    """The block would update the buffers of the module, and leave those of the caller. Without a block functional_call
+    updates those of the caller."""
+    model = nn.Sequential(layer_of(ranks))
+    others = {name: buffer.clone() for name, buffer in model.named_buffers() if passed in ("all", name.split(".")[1])}
+    passes = ranks.rank == 0 or not on_one_rank
+    words = OTHER_STATISTICS if passes else rf"rank 0: ValueError: {OTHER_STATISTICS}"
+    with (
+        unchanged(model),
+        pytest.raises((ValueError, RuntimeError), match=words),
+        syncbn.accumulate_running_stats(model),
+    ):
+        functional_call(model, others if passes else {}, part(ranks, ranks.rank, 0))
+    functional_call(model, others, part(ranks, ranks.rank, 0))
+    assert "0.running_mean" not in others or others["0.running_mean"].any()
+
+
+def test_functional_call_may_replace_parameters(ranks: Ranks) -> None:
+    """And may pass the buffers of the module themselves."""
+    model = nn.Sequential(layer_of(ranks))
+    replaced = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
+    with syncbn.accumulate_running_stats(model):
+        for index in range(2):
+            functional_call(model, replaced | dict(model.named_buffers()), part(ranks, ranks.rank, index))
+    close(model[0].running_mean, 0.1 * values_of(parts(ranks, 0, 1)).mean(1))
+
+
+@pytest.mark.parametrize("trains", ["in the block", "after the block"])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_made_in_a_block(ranks: Ranks, copied: Callable[[nn.Module], nn.Module], trains: str) -> None:
+    """copy.copy shares buffers, so the batches of both layers count as one in the block. A deep copy trains by itself.
+    After the block both update their statistics in each call."""
+    layer = layer_of(ranks, momentum=None)
+    with syncbn.accumulate_running_stats(layer):
+        other = copied(layer)
+        layer(part(ranks, ranks.rank, 0))
+        if trains == "in the block":
+            other(part(ranks, ranks.rank, 1))
+    if trains == "after the block":
+        other(part(ranks, ranks.rank, 1))
+    shares, last = other.running_mean is layer.running_mean, values_of(parts(ranks, 1)).mean(1)
+    if not shares:
+        expected = last
+    elif trains == "in the block":
+        expected = values_of(parts(ranks, 0, 1)).mean(1)
+    else:
+        expected = (values_of(parts(ranks, 0)).mean(1) + last) / 2
+    close(other.running_mean, expected)
+    with syncbn.accumulate_running_stats(other):
+        other(part(ranks, ranks.rank, 2))
 
 
 # The statistics of one batch.

@@ -17,7 +17,7 @@ from training import Checkpointed, mine, require_equal_state, shard, small_model
 from voting import Ranks
 
 import syncbn
-from syncbn.ranks import reduction as reductions
+from syncbn.ranks import calls as reductions
 
 C = 3
 
