@@ -79,7 +79,7 @@ def test_a_resnet(launched: list[str], num_ranks: int, launches: set[int], chann
         launched.clear()
         step(channels, size, size, channels_last)
         assert len(launched) in launches, launched
-    assert len(gpu.compiled_kernels) == compiled + 2 * (num_ranks > 1), "docs/how_it_works.md"
+    assert len(gpu.compiled_kernels) == compiled + 2 * (num_ranks > 1), "syncbn/kernels/gpu.py"
     if num_ranks > 1:
         dist.destroy_process_group()
 

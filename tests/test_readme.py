@@ -17,7 +17,7 @@ from syncbn.kernels import cpu
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "examples/README.md", ROOT / ".github/CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = {  # page and number -> program
     f"{page.name}-{index}": text
     for page in sorted(PAGES)
@@ -26,7 +26,7 @@ BLOCKS = {  # page and number -> program
 }
 # Blocks that make a process group are complete, others are parts of a program.
 PROGRAMS = {name: text for name, text in BLOCKS.items() if "init_process_group(" in text}
-(TRAINING_SCRIPT,) = (PROGRAMS.pop(name) for name in list(PROGRAMS) if name.startswith("training_script"))
+TRAINING_SCRIPT = (ROOT / "examples/train.py").read_text()
 
 
 def anchors(page: Path) -> set[str]:
@@ -65,7 +65,7 @@ def test_programs_on_two_ranks(program: str, tmp_path: Path) -> None:
 
 
 def test_the_training_script_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
-    """docs/training_script.md, on 2 ranks: two epochs in one run, and in two."""
+    """examples/train.py, on 2 ranks: two epochs in one run, and in two."""
     (script := tmp_path / "train.py").write_text(TRAINING_SCRIPT)
     once, twice = tmp_path / "once.pt", tmp_path / "twice.pt"
     whole = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", once)
