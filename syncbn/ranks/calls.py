@@ -232,7 +232,7 @@ class EagerCall(Call):
             if status_words is not None and status_words.sequence_number > 0:
                 self.status.recent.append(collective)
             if self.argument_error is not None:  # If the other ranks send another size, gloo may end this process.
-                report.record_at_once(self.site.rank, self.argument_error)
+                recorded(self.argument_error)
             total = all_reduce(sent, self.group, self.site.all_to_all_size, use_operator)
             if status_words is None and total.is_cpu and type(total) is Tensor:  # not a FakeTensor, which has no values
                 trailer = total[TRAILER].tolist()

@@ -115,24 +115,19 @@ def gather_calls(rank: ThisRank, ranks: Sequence[int], key: str, call: CallRepor
 
 
 def call_store(rank: ThisRank, call: Callable[[], None], seconds: float) -> bool:
-    """Call the store in a new thread, because its host may not answer, and return whether the call has ended within
-    `seconds`. Do not call it while an earlier call waits for the store. At the exit of the interpreter no thread can
-    start, so call the store in this thread."""
+    """Run `call`, which uses the store, in a new thread, because the store may not answer. Return whether `call` has
+    ended within `seconds`. First wait, also up to `seconds`, for an earlier call. At the exit of the interpreter no
+    thread can start, so `call` then runs in this thread."""
     if not rank.wait_for_report(seconds):
         return False
-    rank.report_thread = threading.Thread(target=call, daemon=True)
+    # Another thread may replace `rank.report_thread` at any time, so this function waits for its own thread.
+    thread = rank.report_thread = threading.Thread(target=call, daemon=True)
     try:
-        rank.report_thread.start()
+        thread.start()
+        thread.join(seconds)
     except RuntimeError:
         call()
-    return rank.wait_for_report(seconds)
-
-
-def record_at_once(rank: ThisRank, error: Exception) -> None:
-    """Record an error of this rank and write it to the store, for at most `READ_SECONDS`. Use it where this rank will
-    not join the other ranks' collective, or may not survive it: then they can only read the error."""
-    rank.record_error(error)
-    call_store(rank, rank.write_position, READ_SECONDS)
+    return not thread.is_alive()
 
 
 def explain(

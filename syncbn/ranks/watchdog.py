@@ -56,10 +56,14 @@ def this_rank() -> ThisRank:
 
 
 def recorded(error: Exception) -> Exception:
-    """Return `error`, which this rank raises because it cannot find the group of a call, after recording it at once."""
+    """Record `error` at once, and return it. Use it for an error that this rank raises before it can join the all_reduce
+    of the other ranks, or that its all_reduce may not survive: then the other ranks can only read the error."""
     world = dist.group.WORLD
     if not (is_compiling() or world is None or world in _inherited):
-        report.record_at_once(this_rank(), error)
+        with contextlib.suppress(RuntimeError, ValueError):  # of the store, or of a thread that cannot start
+            rank = this_rank()
+            rank.record_error(error)
+            report.call_store(rank, rank.write_position, report.READ_SECONDS)
     return error
 
 
@@ -131,7 +135,9 @@ def _on_group_end(rank: ThisRank, watchdog: threading.Thread) -> None:
         return
     rank.failed = positions.failed_collective() is not None
     rank.departure = HAS_LEFT + positions.exit_reason()
-    if rank.wait_for_report(EXIT_SECONDS) and rank.writing.acquire(timeout=EXIT_SECONDS):
+    # The key of a position contains no default group, so the end of an older one must not overwrite the newest position.
+    is_newest = all(other.default_group <= rank.default_group for other in [*_ranks.values()])
+    if is_newest and rank.wait_for_report(EXIT_SECONDS) and rank.writing.acquire(timeout=EXIT_SECONDS):
         rank.write_position()
         rank.writing.release()
     rank.ended.set()  # The watchdog then releases the store.

@@ -682,6 +682,43 @@ def test_default_groups_one_after_another_leave_nothing(ranks: Ranks, monkeypatc
     assert store.num_keys() == 2  # the position, and how the layer was called last
 
 
+def test_an_old_default_group_that_is_released_late(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the old group does not overwrite the position of this rank in the new group. Readers would then ignore
+    all values of this rank, and report ranks that differ where layers only get new numbers."""
+    store = dist.PrefixStore("released late", voting.world.store)
+    monkeypatch.setattr(positions, "default_store", lambda: store)
+    voting.world.make_anew()
+    watchdog.this_rank()
+    old_group = dist.group.WORLD  # as a DistributedDataParallel or a traceback holds it
+    voting.world.make_anew()
+    rank = watchdog.this_rank()
+    rank.write("a key", 1)
+    del old_group
+    gc.collect()
+    assert rank.read([rank.rank], "a key") == [1]
+    dist.barrier()
+
+
+def test_a_report_waits_for_its_own_thread(ranks: Ranks) -> None:
+    """The program and the watchdog may begin a report at once, and the last of them replaces `report_thread`."""
+    rank, ended = watchdog.this_rank(), list[bool]()
+
+    def call() -> None:
+        rank.report_thread = threading.Thread()
+        time.sleep(0.5)
+        ended.append(True)
+
+    assert report.call_store(rank, call, 60.0)
+    assert ended
+
+
+def test_an_error_that_cannot_be_recorded(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program gets its own error, not that of the store or of a thread."""
+    monkeypatch.setattr(watchdog, "this_rank", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+    with pytest.raises(ValueError, match="got -1"):
+        syncbn.create_syncbn_process_group(-1)
+
+
 def stopped_store(ends: threading.Event | None) -> mock.Mock:
     """Return a store whose process is stopped until the event, and then ends. None: the process has ended."""
 
