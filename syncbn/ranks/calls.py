@@ -41,7 +41,7 @@ from syncbn.ranks.groups import GroupSpec, resolve
 from syncbn.ranks.sites import Caller, Site, site_of
 from syncbn.ranks.status import StreamStatus, captured_sequence_number, status_of
 from syncbn.ranks.watchdog import recorded
-from syncbn.texts import ONE_VALUE_PER_CHANNEL
+from syncbn.texts import ONE_VALUE_PER_CHANNEL, format_error
 from syncbn.torch_internals import (
     PLAIN_CLASSES,
     all_to_all_size,
@@ -120,7 +120,7 @@ class Call(ABC):
 
     def sign_and_all_reduce(self, sent: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
         """Sign the payload `sent`, which no kernel has signed, and return the result of `all_reduce`. `error`: the
-        argument error of this rank, which sends n = NaN and raises this error, or None."""
+        argument error of this rank, which sends n = NaN and raises this error after this method, or None."""
         return self.all_reduce(sent, pass_name)
 
     def signature(self, pass_name: str) -> tuple[int, Tensor | None]:
@@ -174,7 +174,7 @@ class EagerCall(Call):
     reads_trailer = True
     # The id of the call, see payload.py: on a CPU an int, on a GPU float64 (1,), which a kernel writes. None: no id.
     call_id: int | Tensor | None = None
-    argument_error: Exception | None = None  # the `error` of sign_and_all_reduce, while that method runs
+    argument_error: tuple[str, bool] | None = None  # see `Collective`
     # Set by `status_words`, which passes its sequence number to kernels; cleared when `all_reduce` begins it. GPU only.
     pending_collective: Collective | None = None
     status: StreamStatus  # the status words of the stream, on a GPU
@@ -223,32 +223,23 @@ class EagerCall(Call):
         self, sent: Tensor, pass_name: str, status_words: StatusWords | None = None, use_operator: bool = False
     ) -> Tensor:
         collective = self.pending_collective or Collective(self.site, self.call_number, pass_name, self.dtype)
+        collective.argument_error = self.argument_error
         self.pending_collective, self.has_begun = None, True
-        faults = list[Exception]()  # The traceback of a fault refers to this frame, which must not refer to the fault.
         if self.call_number == 1 and pass_name == "forward":
             self.site.write_call(payload.num_channels(sent))
-        collective.begin()
-        try:
-            if status_words is not None and status_words.sequence_number > 0:
-                self.status.recent.append(collective)
-            if self.argument_error is not None:  # If the other ranks send another size, gloo may end this process.
-                recorded(self.argument_error)
-            total = all_reduce(sent, self.group, self.site.all_to_all_size, use_operator)
-            if status_words is None and total.is_cpu and type(total) is Tensor:  # not a FakeTensor, which has no values
-                trailer = total[TRAILER].tolist()
-                if pass_name == "forward" and 0 < trailer[IS_SIGNED] <= trailer[COUNT] < MAX_COUNT:
-                    self.call_id = int(trailer[COUNT] // trailer[IS_SIGNED] % NUM_IDS)
-                ranks_differ = trailer[IS_SIGNED] * trailer[SQUARE] != trailer[SIGNATURE] * trailer[SIGNATURE]
-                if ranks_differ or trailer[NUM_VALUES] != trailer[NUM_VALUES]:
-                    faults = _diagnose(collective, total, ranks_differ, self.argument_error)
-                    self.signatures = self.site.signatures  # The backward signs with the number on which ranks agreed.
-        except RuntimeError as failure:
-            collective.raise_with_positions(failure)
-            raise
-        finally:
-            del collective.rank.waiting[collective]
-        if faults:  # after the block above, which would report a failed collective
-            raise faults.pop()
+        if status_words is not None and status_words.sequence_number > 0:
+            self.status.recent.append(collective)
+        total = collective.run(all_reduce, sent, self.group, self.site.all_to_all_size, use_operator)
+        if status_words is None and total.is_cpu and type(total) is Tensor:  # not a FakeTensor, which has no values
+            trailer = total[TRAILER].tolist()
+            if pass_name == "forward" and 0 < trailer[IS_SIGNED] <= trailer[COUNT] < MAX_COUNT:
+                self.call_id = int(trailer[COUNT] // trailer[IS_SIGNED] % NUM_IDS)
+            ranks_differ = trailer[IS_SIGNED] * trailer[SQUARE] != trailer[SIGNATURE] * trailer[SIGNATURE]
+            if ranks_differ or trailer[NUM_VALUES] != trailer[NUM_VALUES]:
+                faults = _diagnose(collective, total, ranks_differ)
+                self.signatures = self.site.signatures  # The backward signs with the new instance number.
+                if faults:  # The traceback of the fault will refer to this frame, which must not refer to the fault.
+                    raise faults.pop()
         return total
 
     def dispatched_all_reduce(self, sent: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
@@ -256,8 +247,8 @@ class EagerCall(Call):
         is_forward, use_operator = pass_name == "forward", current_dispatch_mode() is not None
         total = self.all_reduce(sent, pass_name, status_words, use_operator)
         if status_words is not None:
-            if self.argument_error is not None:  # before the watchdog can see the fault and write a report without it
-                self.status.write_report(status_words.sequence_number, self.argument_error)
+            if self.argument_error is not None:  # at once, because this rank may end
+                self.status.write_report(status_words.sequence_number)
             needs_two_values = is_forward and self.site.needs_two_values
             select.check_total(total, needs_two_values, status_words, local if is_forward else None)
         # `all_finite` tests a Python list, because a dispatch mode would intercept operators.
@@ -266,25 +257,22 @@ class EagerCall(Call):
         return total
 
     def sign_and_all_reduce(self, sent: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+        if error is not None:
+            self.argument_error = format_error(error), isinstance(error, TypeError)
         status_words = self.status_words(pass_name, sent) if sent.is_cuda else None
         if pass_name == "forward":
             signed = payload.sign(sent, self.forward_signature, self.call_number)
         else:
             signature, call_id = self.signature(pass_name)
             signed = payload.sign(sent, signature, call_id=call_id)
-        self.argument_error = error
-        try:
-            return self.dispatched_all_reduce(signed, pass_name, status_words)
-        finally:  # The traceback of `error` may refer to this frame, and to this call, which keeps the group.
-            self.argument_error = None
-            del error
+        return self.dispatched_all_reduce(signed, pass_name, status_words)
 
     def warn_unless_finite(self, sums: Tensor) -> None:
-        if not all_finite(sums):
+        if self.argument_error is None and not all_finite(sums):
             self.new_collective("forward").warn_not_finite()
 
     def record_error(self, error: BaseException) -> None:
-        self.site.rank.record_error(error)
+        self.site.rank.record_error(format_error(error))
 
     @contextlib.contextmanager
     def recording_errors(self) -> Iterator[None]:
@@ -320,19 +308,19 @@ def all_finite(sums: Tensor) -> bool:
     return all(map(math.isfinite, sums.tolist()))
 
 
-def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: Exception | None) -> list[Exception]:
-    """Return a list with the error that this rank raises for a total with a fault. `error`: the argument error of this
-    rank, or None.
+def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool) -> list[Exception]:
+    """Return a list with the error that this rank raises for a total with a fault. The list is empty if this rank has
+    an argument error, unless the ranks also are in different layers or calls.
 
     If only the instance numbers of the layer differed, let the ranks agree on a new number, and return an empty list.
     """
     site, state, rank = collective.site, collective.site.group_state, collective.rank
     if payload.is_incomplete(total):  # The ranks have sent different lengths, and gloo has aborted a rank.
         where = report.report_positions(rank, collective, has_failed=True)
-        return [error or RuntimeError(report.TITLE_LENGTHS + where)]
+        return [] if collective.argument_error else [RuntimeError(report.TITLE_LENGTHS + where)]
     # repr gives every NaN the same text.
     key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
-    calls = report.gather_calls(rank, state.ranks, key, collective.to_report(error))
+    calls = report.gather_calls(rank, state.ranks, key, collective.to_report())
     answers = [call for call in calls if call is not None]
     can_renumber = state.retired_numbers.isdisjoint((call.layer, call.instance_number) for call in answers)
     fault = report.explain(rank, state.ranks, collective, calls, ranks_differ, can_renumber)
@@ -342,7 +330,7 @@ def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: 
         # In its first call a layer has a number on which the ranks have not agreed yet.
         state.retired_numbers.update((call.layer, call.instance_number) for call in answers if call.call_number > 1)
         site.set_instance_number(max(call.next_instance_number for call in answers))
-    return [*filter(None, (error or fault,))]
+    return [] if fault is None or collective.argument_error else [fault]
 
 
 class GraphCall(Call):

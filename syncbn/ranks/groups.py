@@ -216,15 +216,7 @@ def _make_groups(spec: int) -> None:
     default_group = dist.group.WORLD
     if default_group is not None and lookup(spec) is None:
         caller = FunctionCaller(f"the creation of groups for process_group={spec!r}", is_signed=False)
-        collective = Collective(site_of(caller, default_group), 1, "creation")
-        collective.begin()
-        try:
-            _make(spec, default_group)
-        except RuntimeError as error:
-            collective.raise_with_positions(error)
-            raise
-        finally:
-            del collective.rank.waiting[collective]
+        Collective(site_of(caller, default_group), 1, "creation").run(_make, spec, default_group)
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:

@@ -122,14 +122,14 @@ class ThisRank:
         waiting = [*self.waiting]  # a copy, because other threads change the dict
         last = wait if wait in waiting else next(iter(waiting), self.last)
         text, before = self.error
-        error = text if before is last else ""
         position = Position() if last is None else last.position()
-        position = position._replace(error=error, departure=self.departure, host=this_host())
+        position = position._replace(error=text * (before is last), departure=self.departure, host=this_host())
         return position._replace(process=self.process, default_group=self.default_group)
 
-    def record_error(self, error: BaseException) -> None:
-        """Record an error that a layer raises on this rank, because other ranks may wait in the next collective."""
-        self.error = f"has raised {format_error(error)}".partition("\n")[0][:300], self.last
+    def record_error(self, error: str) -> None:
+        """Record the class and text of an error that a layer raises on this rank, because other ranks may wait in the
+        next collective."""
+        self.error = f"has raised {error}".partition("\n")[0][:300], self.last
 
     def wait_for_report(self, seconds: float = 0.0) -> bool:
         """Wait up to `seconds` for the thread of the last report. Return False if it still waits for the store: another

@@ -130,6 +130,13 @@ def call_store(rank: ThisRank, call: Callable[[], None], seconds: float) -> bool
     return not thread.is_alive()
 
 
+def record_at_once(rank: ThisRank, error: str) -> None:
+    """Record an error of this rank and write it to the store. Use it where this rank will not join the collective of
+    the other ranks, or may not survive it: then they can only read the error."""
+    rank.record_error(error)
+    call_store(rank, rank.write_position, READ_SECONDS)
+
+
 def explain(
     rank: ThisRank, ranks: Sequence[int], wait: Wait | None, calls: Sequence[CallReport | None], ranks_differ: bool,
     can_renumber: bool,

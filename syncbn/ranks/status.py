@@ -155,15 +155,14 @@ class StreamStatus:
                 status.fault.add_note(f"The results of {call.description} and of all later calls are invalid{after}.")
         return status.fault
 
-    def write_report(self, sequence_number: int, error: Exception | None = None) -> report.CallReport:
-        """Write this rank's report of the all_reduce with this sequence number, unless a report has been written.
-        `error`: the argument error of this rank, or None."""
+    def write_report(self, sequence_number: int) -> report.CallReport:
+        """Write this rank's report of the all_reduce with this sequence number, unless a report has been written."""
         status = self.group_status
         with status.lock:
             if status.call is None:
                 collective = self._collective(sequence_number)
                 unknown = report.CallReport(f"all_reduce {sequence_number}")
-                status.call = unknown if collective is None else collective.to_report(error)
+                status.call = unknown if collective is None else collective.to_report()
                 self.rank.write(self._key, status.call)
         return status.call
 

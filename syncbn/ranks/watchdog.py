@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from syncbn.ranks import positions, report
 from syncbn.ranks.positions import HAS_LEFT, Position, ThisRank, Wait
+from syncbn.texts import format_error
 from syncbn.torch_internals import is_compiling
 
 POLL_SECONDS = 1.0  # time between two polls of the thread
@@ -56,14 +57,12 @@ def this_rank() -> ThisRank:
 
 
 def recorded(error: Exception) -> Exception:
-    """Record `error` at once, and return it. Use it for an error that this rank raises before it can join the all_reduce
-    of the other ranks, or that its all_reduce may not survive: then the other ranks can only read the error."""
+    """Record `error` at once, and return it. Use it for an error that this rank raises before it can join the
+    all_reduce of the other ranks."""
     world = dist.group.WORLD
     if not (is_compiling() or world is None or world in _inherited):
         with contextlib.suppress(RuntimeError, ValueError):  # of the store, or of a thread that cannot start
-            rank = this_rank()
-            rank.record_error(error)
-            report.call_store(rank, rank.write_position, report.READ_SECONDS)
+            report.record_at_once(this_rank(), format_error(error))
     return error
 
 
@@ -135,7 +134,7 @@ def _on_group_end(rank: ThisRank, watchdog: threading.Thread) -> None:
         return
     rank.failed = positions.failed_collective() is not None
     rank.departure = HAS_LEFT + positions.exit_reason()
-    # The key of a position contains no default group, so the end of an older one must not overwrite the newest position.
+    # All default groups write to one key, so the late end of an old group must not overwrite the newest position.
     is_newest = all(other.default_group <= rank.default_group for other in [*_ranks.values()])
     if is_newest and rank.wait_for_report(EXIT_SECONDS) and rank.writing.acquire(timeout=EXIT_SECONDS):
         rank.write_position()
