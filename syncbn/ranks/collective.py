@@ -39,24 +39,20 @@ def all_reduce(payload: Tensor, group: dist.ProcessGroup, all_to_all_size: int, 
     `all_to_all_size`: see `torch_internals.all_to_all_size`. `use_operator`: call a functional operator, whose result a
     dispatch mode can save and a compiler can trace.
     """
-    if use_operator:
-        return _all_reduce_by_operator(payload, group, all_to_all_size)
     if not (all_to_all_size and payload.is_cpu and payload.shape[0] <= MAX_ALL_TO_ALL_ELEMENTS):
+        if use_operator:
+            return all_reduce_operator(payload, group)
         work = group.allreduce([payload], ALL_REDUCE)
         if work is not None:  # None: the all_reduce is already complete
             work.wait()
         return payload
     sent = payload.repeat(all_to_all_size)
-    # If a rank sends fewer elements, gloo aborts that rank alone, and the missing elements stay NaN.
-    received = torch.full_like(sent, math.nan)
-    group.alltoall_base(received, sent, [], [], ALL_TO_ALL).wait()
-    return functools.reduce(torch.add, received.chunk(all_to_all_size))
-
-
-def _all_reduce_by_operator(payload: Tensor, group: dist.ProcessGroup, all_to_all_size: int) -> Tensor:
-    if not (all_to_all_size and payload.is_cpu and payload.shape[0] <= MAX_ALL_TO_ALL_ELEMENTS):
-        return all_reduce_operator(payload, group)
-    received = all_to_all_operator(payload.repeat(all_to_all_size), group)
+    if use_operator:
+        received = all_to_all_operator(sent, group)
+    else:
+        # If a rank sends fewer elements, gloo aborts that rank alone, and the missing elements stay NaN.
+        received = torch.full_like(sent, math.nan)
+        group.alltoall_base(received, sent, [], [], ALL_TO_ALL).wait()
     return functools.reduce(torch.add, received.chunk(all_to_all_size))
 
 

@@ -12,17 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from syncbn.ranks.positions import (
-    FAILED_COLLECTIVE,
-    HAS_ENDED,
-    HAS_LEFT,
-    MAY_HAVE_LEFT,
-    Position,
-    ThisRank,
-    Wait,
-    process_state,
-    this_host,
-)
+from syncbn.ranks import positions
+from syncbn.ranks.positions import HAS_ENDED, HAS_LEFT, MAY_HAVE_LEFT, Position, ThisRank, Wait, this_host
 from syncbn.texts import format_by_rank
 
 SETTLE_SECONDS = 0.3  # how long a report waits, after a failure, for a rank that may still write why it leaves
@@ -214,7 +205,7 @@ def _format_causes(causes: list[str]) -> str:
 
 def is_consequence(departure: str) -> bool:
     """Return whether a rank has left with an error that follows from another rank's end or absence."""
-    return "syncbn: a collective failed" in departure or FAILED_COLLECTIVE.search(departure) is not None
+    return "syncbn: a collective failed" in departure or positions.FAILED_COLLECTIVE.search(departure) is not None
 
 
 def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False) -> str:
@@ -257,11 +248,11 @@ def _read_positions(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list
         return [Position(*value or ()) for value in rank.read(ranks, "position")]
 
     on_this_host = [position for position in read() if position.host == this_host()]
-    states = {(position.host, position.process): process_state(position.process) for position in on_this_host}
+    states = {(position.host, position.process): positions.process_state(position.process) for position in on_this_host}
     label = "" if wait is None else wait.layer_label()
     calls = rank.read(ranks, f"called/{label}") if label else [None] * len(ranks)
     own_call = calls[ranks.index(rank.rank)]
-    positions = []
+    read_positions = []
     for other, position, call in zip(ranks, read(), calls, strict=True):
         if other == rank.rank:  # Its written position may be old, and this rank may be about to leave.
             position = rank.position(wait)._replace(departure="", time=time.time() - (wait.seconds() if wait else 0))
@@ -273,9 +264,9 @@ def _read_positions(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list
         is_same = call and own_call and call[:2] == own_call[:2]
         is_here = not position.departure or is_consequence(position.departure)
         layer_call = f"has called {label} {call[2]}" if is_same and is_here else ""
-        positions.append(position._replace(process_state=state, layer_call=layer_call))
-    calls_differ = len({position.layer_call for position in positions} - {""}) > 1
-    return positions if calls_differ else [position._replace(layer_call="") for position in positions]
+        read_positions.append(position._replace(process_state=state, layer_call=layer_call))
+    calls_differ = len({position.layer_call for position in read_positions} - {""}) > 1
+    return read_positions if calls_differ else [position._replace(layer_call="") for position in read_positions]
 
 
 def _describe(position: Position, rank: ThisRank, wait: Wait | None) -> str:

@@ -612,7 +612,7 @@ def test_ages_are_reported(reader: ThisRank) -> None:
 
 def test_the_causes_of_an_abort_by_gloo(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process ends without a word of syncbn, for example when one rank alone validates in training mode."""
-    monkeypatch.setattr(report, "process_state", lambda process: f"its process ({process}) has ended")
+    monkeypatch.setattr(positions, "process_state", lambda process: f"its process ({process}) has ended")
     others = write_as_others(reader, AFTER_CALL_7._replace(process=7, host=positions.this_host()))
     text = report.report_positions(reader, None)
     assert f"{others}: last seen after bn forward, call 7; its process (7) has ended\n" in text
@@ -631,7 +631,7 @@ def test_a_position_that_changes_while_it_is_read(
         write_as_others(reader, written._replace(**change))
         return f"its process ({process}) has ended"
 
-    monkeypatch.setattr(report, "process_state", process_state)
+    monkeypatch.setattr(positions, "process_state", process_state)
     write_as_others(reader, written)
     where = report.report_positions(reader, None)
     assert line in where
