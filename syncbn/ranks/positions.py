@@ -4,7 +4,7 @@ Each rank writes to the store of the default process group. A key is "syncbn/", 
 (which may keep the store across restarts), the global rank, and one of
 
     position                the position of this rank
-    called/bn3 in ResNet    written at a layer's first call: the group, the instance number, the number of channels
+    called/bn3 in ResNet    written in a layer's first call: its group, instance number, number of channels and ranks
     fault/0/4f2a...         the rank's report of a collective in which the ranks differ, see report.py
     fault/0                 the rank's report of the first fault on a GPU, see status.py
 
@@ -57,7 +57,8 @@ class Position(NamedTuple):
     pass_name: str = ""  # the pass of the collective, such as "forward", "backward" or `WITH_GRAPH`
     description: str = ""  # the collective, such as "layer4.1.bn3 forward, call 17"
     call_number: int = 0  # the number of the call of the layer, such as 17
-    lacks_grad: bool = False  # whether the input of this forward, unlike those before, requires no gradient
+    # Whether the input of this forward requires no gradient, although an earlier one did or this is the first forward.
+    lacks_grad: bool = False
     is_evaluating: bool = False  # whether the layer is in evaluation mode now
     error: str = ""  # the error that a layer has raised on this rank since that collective
     departure: str = ""  # `HAS_LEFT` and the reason, if the rank has left the group
@@ -86,7 +87,6 @@ class Wait(Protocol):
 class GpuStatus(Protocol):
     """The status words of a group on a GPU, which the watchdog polls: see status.py."""
 
-    def has_ended(self) -> bool: ...
     def poll(self, is_last: bool = False) -> None: ...
     def unfinished(self) -> Wait | None: ...
 
@@ -161,8 +161,8 @@ class ThisRank:
         self._poll_store(lambda: self.store.delete_key(self._key(self.rank, key)), 0.0)
 
     def read(self, ranks: Sequence[int], key: str) -> list[Any]:
-        """Return the value that each of these ranks has written under the key, or None for a rank without a value, or
-        whose position is of another process or default group than its value."""
+        """Return the value of each of these ranks under the key. Return None for a rank without a value, and for a
+        value that another process or default group has written than the position of the rank."""
         written = self._read(ranks, key)
         positions = written if key == "position" else self._read(ranks, "position")
         pairs = zip(written, positions, strict=True)
@@ -191,13 +191,11 @@ class ThisRank:
             values[:] = self.read(ranks, key)
             return self.store.add(readers, 1) > 0
 
-        all_answered = self._poll_store(
-            lambda: self.store.check(written) and None not in self.read(ranks, key), seconds
-        )
+        answered = self._poll_store(lambda: self.store.check(written) and None not in self.read(ranks, key), seconds)
         self._poll_store(read, 0.0)
         num_answers = len(ranks) - values.count(None)
         if self.rank == ranks[0] and self._poll_store(lambda: self.store.add(readers, 0) >= num_answers, seconds):
-            unused = [*written, readers] if all_answered else [readers]
+            unused = [*written, readers] if answered else [readers]
             self._poll_store(lambda: all(map(self.store.delete_key, unused)), 0.0)
         return values
 

@@ -23,38 +23,32 @@ STORE_UNKNOWN = "not known, as the process group's store does not answer"
 WITH_GRAPH = "backward with create_graph or torch.func"  # pass_name of the first all_reduce of that backward
 
 TITLE_LAYERS = "syncbn: the ranks are in different layers or calls.\n"
-TITLE_UNKNOWN = "syncbn: the ranks differ in a layer, call, setting or dtype, and not all have reported theirs.\n"
+TITLE_UNKNOWN = "syncbn: the ranks differ in layer, call, settings or dtype, and not all ranks have reported.\n"
 TITLE_LENGTHS = "syncbn: the ranks have sent sums of different sizes.\n"
 TITLE_ARGUMENT = "syncbn: another rank has a bad argument.\n"
 FALSE_ALARM = "If this is a false alarm, set SYNCBN_CHECKS=0 on every rank, which disables the comparison of ranks."
 
-# The causes of which a report names at most three, the likeliest first.
+# Causes with their remedies. A report names at most three, the likeliest first.
 LATE = "A rank is late, for example because it loads data, compiles, saves a checkpoint, or its host is cut off."
-EVALUATION = "A rank alone has called model.eval(): train after model.train(), and evaluate ddp.module(x), not ddp(x)."
+EVALUATION = "One rank alone has called model.eval(): call model.train() to train, and evaluate with ddp.module(x)."
 NOT_CONVERTED = "A rank has not called convert_syncbn_model(model), or runs a compiled model, which is not reported."
-EXTRA_CALL = "A rank has called the model once more, for example to validate or profile it: call model.eval() before."
-FEWER_BATCHES = "A rank has fewer batches: give all ranks equally many, or let it go on with empty batches, images[:0]."
+EXTRA_CALL = "A rank has called the model once more, for example to validate or profile it: call model.eval() first."
+FEWER_BATCHES = "A rank has fewer batches: give all ranks the same number, or let that rank go on with images[:0]."
 OTHER_LAYERS = (
     "A rank has left out a layer or a backward, or calls layers in another order: call the same layers in the same "
     "order on every rank, and for each missing call write loss = loss + layer(x[:0]).sum()."
 )
 SOME_RANKS = "Only some ranks have this layer: pass their group to convert_syncbn_model(model, process_group)."
-MODELS = (
-    "Several models of one class have a layer of this name, numbered in the order of their first training calls: call "
-    "the models in the same order on every rank."
-)
+MODELS = "Several models of one class have this layer: first train the models in the same order on every rank."
 GRAPHS = "Pass create_graph=True on every rank or on none, and use torch.func on every rank or on none."
 SETTINGS = "Give the layer the same settings on every rank, and let schedules change them in the same step."
 DTYPES = "Use autocast on every rank or on none, and the same dtype of model and inputs on every rank."
-BACKWARDS = (
-    "The layer is called several times, and the ranks run the backwards of these calls in different orders: on "
-    "every rank run backward(), or torch.autograd.grad, of these calls in the same order."
-)
+BACKWARDS = "The layer is called several times: run the backwards of these calls in the same order on every rank."
 ENDED = (
     "Read the last output of the ended process. If there is no output, memory may have run out: see dmesg. "
-    "If the output ends in gloo::EnforceNotMet, the ranks have sent different sizes, for one of the next causes."
+    "If the output ends in gloo::EnforceNotMet, the ranks have sent different sizes, for one of the causes below."
 )
-OTHER_MODEL = "A rank has not converted a layer, has left it out, or has another number of channels in it."
+OTHER_MODEL = "A rank has not converted a layer, has left out a layer, or has a layer with other channels."
 STOPPED = "A debugger or a signal has stopped a process: continue it with kill -CONT."
 OUTSIDE = (
     "The ranks may wait in different collectives of the program or of DistributedDataParallel (a rank may call "
@@ -62,9 +56,8 @@ OUTSIDE = (
 )
 CALLS = "Build the same model on every rank, and give the layer the same process_group."
 ONE_CALL = (
-    "All ranks are in this call. A rank has a different number of channels or cannot be reached, or another thread, "
-    "such as that of dcp.async_save, uses this process group: give that thread a group of its own, "
-    "process_group=dist.new_group()."
+    "All ranks are in this call. A rank has other channels or cannot be reached, or another thread, such as that of "
+    "dcp.async_save, uses this process group: give that thread its own group, process_group=dist.new_group()."
 )
 
 
@@ -189,7 +182,7 @@ def _difference(calls: Sequence[CallReport], can_renumber: bool) -> tuple[str, s
 
 
 def _causes_of_mixture(calls: Sequence[CallReport | Position]) -> list[str]:
-    """Return the causes of the ranks being in different layers or passes in one collective."""
+    """Return the causes for ranks that are in different layers or passes of one collective, the likeliest first."""
     if {"backward", WITH_GRAPH} <= {call.pass_name for call in calls}:
         return [GRAPHS]
     forwards = [call.call_number for call in calls if call.pass_name == "forward"]
@@ -302,15 +295,14 @@ def _causes(positions: list[Position], wait: Wait | None) -> list[str]:
     """Return at most three causes for ranks in these positions, the likeliest first; none if the positions already
     explain the failure."""
     departures = [position.departure for position in positions if not is_consequence(position.departure)]
-    with_reason = [departure for departure in departures if departure not in ("", HAS_LEFT, MAY_HAVE_LEFT)]
     states = [position.process_state for position in positions]
     places = {(position.pass_name, position.description) for position in positions}
     here = Position() if wait is None else wait.position()
-    late = [one for one in positions if one.group != here.group or one.sequence_number < here.sequence_number]
+    late = [other for other in positions if other.group != here.group or other.sequence_number < here.sequence_number]
     # A late rank may also be in another pass, but then it is in an earlier collective.
     in_one_collective = len({(position.group, position.sequence_number) for position in positions}) == 1
     rows: tuple[tuple[object, list[str]], ...] = (
-        (with_reason or any(position.error for position in positions), []),
+        ({*departures} - {"", HAS_LEFT, MAY_HAVE_LEFT} or any(position.error for position in positions), []),
         (any(position.layer_call for position in positions), [CALLS]),
         (any(state.endswith(HAS_ENDED) for state in states), [ENDED, EXTRA_CALL, OTHER_MODEL]),
         (in_one_collective and len(places) > 1, _causes_of_mixture(positions)),
@@ -322,7 +314,8 @@ def _causes(positions: list[Position], wait: Wait | None) -> list[str]:
         (any(position.is_evaluating for position in late), [EVALUATION, LATE, FEWER_BATCHES]),
         (here.lacks_grad, [EXTRA_CALL, LATE, FEWER_BATCHES]),
         (not any(position.description for position in late), [NOT_CONVERTED, LATE, EXTRA_CALL]),
-        # Between two steps the last call of a late rank has a smaller number.
+        # A late rank whose last call has this number is inside the step. Between two steps its last call has a smaller
+        # number.
         (any(position.call_number == here.call_number for position in late), [OTHER_LAYERS, LATE, SOME_RANKS]),
         (2 * len(late) > len(positions), [EXTRA_CALL, LATE, FEWER_BATCHES]),
         (True, [LATE, FEWER_BATCHES, EXTRA_CALL]),

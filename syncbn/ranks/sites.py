@@ -33,7 +33,7 @@ import torch.distributed as dist
 from syncbn import torch_internals as internals
 from syncbn.payload import UNSIGNED
 from syncbn.ranks.positions import ThisRank
-from syncbn.ranks.watchdog import recorded, this_rank
+from syncbn.ranks.watchdog import after_fork, recorded, this_rank
 from syncbn.texts import find_frame, format_ranks, quote_path, shorten, warn_once
 
 
@@ -243,6 +243,7 @@ def site_of(caller: Caller, group: dist.ProcessGroup) -> Site:
 
 def _after_fork() -> None:
     """Clear the references to the groups of the parent process, which do not work here. `site_of` then raises."""
+    after_fork()
     for state in _group_states.values():
         state.group = lambda: None
 

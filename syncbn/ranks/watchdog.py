@@ -66,13 +66,10 @@ def recorded(error: Exception) -> Exception:
     return error
 
 
-def _after_fork() -> None:
+def after_fork() -> None:
+    """Mark the default group of the parent process. Later calls of `this_rank` then raise."""
     if dist.group.WORLD is not None:
         _inherited.add(dist.group.WORLD)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _watch(rank: ThisRank, world: ref[dist.ProcessGroup]) -> None:
@@ -102,10 +99,7 @@ def _poll(rank: ThisRank, previous: Position | None) -> Position:
     """Poll the GPUs, write the position of this rank and warn of long waits. Return the position; `previous` is the
     position at the previous poll."""
     for status in [*rank.gpu_statuses]:
-        is_last = status.has_ended()
-        if is_last:
-            rank.gpu_statuses.discard(status)
-        status.poll(is_last)
+        status.poll()
     position = rank.position()
     # A store that grows with each write (FileStore) gets a position only if it was the same at the previous poll.
     if rank.wait_for_report() and not (rank.ended.is_set() or (rank.store_appends and position != previous)):

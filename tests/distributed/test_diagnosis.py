@@ -461,7 +461,7 @@ def test_a_call_on_one_rank_alone(ranks: Ranks, reports: Reports) -> None:
     if ranks.rank == 1:
         reports.wait_for(
             rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has not been seen\nPossible causes:\n"
-            r"- A rank has called the model once more, .*call model\.eval\(\) before\.\n"
+            r"- A rank has called the model once more, .*call model\.eval\(\) first\.\n"
         )
     layer(x)
     dist.barrier()
@@ -616,7 +616,7 @@ def test_the_causes_of_an_abort_by_gloo(reader: ThisRank, monkeypatch: pytest.Mo
     others = write_as_others(reader, AFTER_CALL_7._replace(process=7, host=positions.this_host()))
     text = report.report_positions(reader, None)
     assert f"{others}: last seen after bn forward, call 7; its process (7) has ended\n" in text
-    assert re.search(r"gloo::EnforceNotMet.*\n- .*once more, .* validate .* model\.eval\(\) before\.\n- ", text), text
+    assert re.search(r"gloo::EnforceNotMet.*\n- .*once more, .* validate .* model\.eval\(\) first\.\n- ", text), text
 
 
 @pytest.mark.parametrize(("change", "line"), [({"departure": "has left"}, "has left"), ({"process": 8}, "has not")])
@@ -743,7 +743,7 @@ def test_ranks_that_differ_while_the_store_does_not_answer(
     layer(x)
     ends = threading.Event()
     monkeypatch.setattr(layer._syncbn_site.rank, "store", stopped_store(ends if is_stopped else None))
-    title = r"^syncbn: the ranks differ in a layer, call, setting or dtype, and not all have reported theirs\.\n"
+    title = r"^syncbn: the ranks differ in layer, call, settings or dtype, and not all ranks have reported\.\n"
     own = rf"rank {ranks.rank}: in SyncBatchNorm forward, call 2\n"
     other = rf"rank {1 - ranks.rank}: not known, as the process group's store does not answer\n"
     with pytest.raises(RanksDifferError, match=f"{title}({own}{other}|{other}{own})"):
