@@ -73,6 +73,7 @@ class Collective:
 
     def __init__(self, site: Site, call: int, pass_name: str, dtype: torch.dtype | None = None) -> None:
         self.site, self.rank, self.call_number, self.pass_name, self.dtype = site, site.rank, call, pass_name, dtype
+        self.layer_label, self.ranks = site.label, site.group_state.ranks
 
     def run(self, function: Callable[..., T], *arguments: object) -> T:
         """Call `function`, in which this rank waits for the other ranks, and return its result.
@@ -113,12 +114,6 @@ class Collective:
         numbers = site.instance_number, site.next_instance_number(), self.call_number
         compared = self.pass_name, site.signatures.settings, str(self.dtype)
         return report.CallReport(self.description(), site.layer, *numbers, *compared, *(self.argument_error or ()))
-
-    def layer_label(self) -> str:
-        return self.site.label
-
-    def ranks(self) -> list[int]:
-        return self.site.group_state.ranks
 
     def seconds(self) -> float:
         """Return the seconds since this collective began."""

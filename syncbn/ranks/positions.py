@@ -1,5 +1,19 @@
 """Keeps the position of this rank: its last collective of syncbn, and the events on this rank since.
 
+These classes show where a rank is:
+
+    Collective     collective.py   a collective of syncbn, in which this rank waits for the other ranks: an all_reduce
+                                   of a layer or function, or the creation of groups
+    Wait           here            what this file and report.py, which cannot import collective.py, know of a Collective
+    Position       here            the last Collective of a rank, and what has happened to the rank since: an error, or
+                                   that it has left. Written once a second, and read for a report of a wait or failure
+    CallReport     report.py       what a rank compares with the other ranks: layer, call, settings, dtype, argument
+                                   error. Written and read only after an all_reduce whose total shows a fault
+    ThisRank       here            this rank of a default group: the Collectives in which it waits, its Position, and
+                                   the store
+    StreamStatus   status.py       the all_reduces that the host has begun on a GPU, and how far the GPU is
+    GpuStatus      here            what the watchdog knows of a StreamStatus
+
 Each rank writes to the store of the default process group. A key is "syncbn/", the number of restarts by torchrun
 (which may keep the store across restarts), the global rank, and one of
 
@@ -50,7 +64,7 @@ FAILED_COLLECTIVE = re.compile(
 
 
 class Position(NamedTuple):
-    """The position of a rank: its last collective of syncbn, and the events on the rank since. Written as JSON."""
+    """The position of a rank. Written as JSON."""
 
     group: str = ""  # the name of the process group, such as "0"
     sequence_number: int = 0  # the number of the collective among those of syncbn on the group, from 1
@@ -72,20 +86,21 @@ class Position(NamedTuple):
 
 
 class Wait(Protocol):
-    """A collective of syncbn in which this rank waits."""
+    """The interface of a Collective."""
 
     sequence_number: int  # A rank whose position has this number or a larger one has reached the collective.
     start: float  # the time when the collective began, by time.monotonic
     next_warning_seconds: float  # waiting time at which the watchdog warns
 
+    layer_label: str  # `Site.label`
+    ranks: list[int]  # the global ranks of the group
+
     def position(self) -> Position: ...
-    def layer_label(self) -> str: ...
-    def ranks(self) -> list[int]: ...
     def seconds(self) -> float: ...
 
 
 class GpuStatus(Protocol):
-    """The status words of a group on a GPU, which the watchdog polls: see status.py."""
+    """The interface of a StreamStatus."""
 
     def poll(self, is_last: bool = False) -> None: ...
     def unfinished(self) -> Wait | None: ...

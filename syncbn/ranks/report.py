@@ -69,7 +69,7 @@ class RanksDifferError(RuntimeError):
 
 
 class CallReport(NamedTuple):
-    """A rank's description of its call of a layer, in a collective. Written as JSON."""
+    """A rank's description of its call of a layer. Written as JSON."""
 
     description: str  # the call, such as "layer4.1.bn3 forward, call 17"
     layer: str = ""  # `Site.layer`, the root class and name that ranks compare
@@ -208,7 +208,7 @@ def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False
     `has_failed`: the collective has failed, so read the positions again for up to `SETTLE_SECONDS`, until a rank has
     left or ended.
     """
-    ranks, reports = [*range(rank.num_ranks)] if wait is None else wait.ranks(), list[str]()
+    ranks, reports = [*range(rank.num_ranks)] if wait is None else wait.ranks, list[str]()
     read = functools.partial(_read_report, rank, wait, ranks, has_failed, reports)
     if rank.store_answers and call_store(rank, read, READ_SECONDS) and reports:
         return reports[0]
@@ -242,7 +242,7 @@ def _read_positions(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list
 
     on_this_host = [position for position in read() if position.host == this_host()]
     states = {(position.host, position.process): positions.process_state(position.process) for position in on_this_host}
-    label = "" if wait is None else wait.layer_label()
+    label = "" if wait is None else wait.layer_label
     calls = rank.read(ranks, f"called/{label}") if label else [None] * len(ranks)
     own_call = calls[ranks.index(rank.rank)]
     read_positions = []

@@ -115,7 +115,7 @@ def _warn_if_long(rank: ThisRank, wait: Wait) -> None:
     if seconds < wait.next_warning_seconds:
         return
     wait.next_warning_seconds *= 2
-    if wait.ranks().index(rank.rank) < MAX_WARNING_RANKS:
+    if wait.ranks.index(rank.rank) < MAX_WARNING_RANKS:
         # The wait may end while the report waits for the store, so `waiting` is read first.
         on_gpu = "" if wait in rank.waiting else f", in {wait.position().description} on the GPU; the host may be ahead"
         where = report.report_positions(rank, wait)
