@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.kernels.select import reason_forced
 from syncbn.ranks.groups import GroupSpec
-from syncbn.ranks.sites import CopiedAsNone
+from syncbn.ranks.sites import FLAGS, CopiedAsNone, to_bool, validate_environment
 from syncbn.statistics import supports_float64
-from syncbn.texts import FLAGS, shorten, to_bool
+from syncbn.texts import shorten
 from syncbn.torch_internals import (
     PLAIN_CLASSES,
     is_compiling,
@@ -145,7 +145,8 @@ def check_training(tensors: Tensors, options: Options, layer: object) -> Options
     error of the checks below or of a subclass's `_check_input_dim`."""
     check(tensors, options, layer)
     if not is_compiling():
-        reason_forced()  # checks the environment variables
+        reason_forced()  # checks SYNCBN_KERNELS
+        validate_environment()
         check_storage(tensors)
         check_writable("running_mean", tensors.running_mean)
         check_writable("running_var", tensors.running_var)

@@ -75,14 +75,11 @@ def raise_on_all_ranks(
 
 
 def _join(error: Exception, call: Call, num_channels: int, device: torch.device, pass_name: str) -> None:
-    """Issue the all_reduce of this pass with n = NaN, which raises `error`. Under a FakeTensorMode the total has no
-    values, and this function returns."""
+    """Issue the all_reduce of this pass with n = NaN. **Raises** RuntimeError if the ranks are in different layers or
+    passes."""
     zeros = torch.zeros(2 * num_channels, dtype=torch.float64, device=device)
-    try:
-        with call.recording_errors():
-            call.sign_and_all_reduce(payload.from_sums(zeros, math.nan), pass_name, error)
-    finally:
-        del error
+    with call.recording_errors():
+        call.sign_and_all_reduce(payload.from_sums(zeros, math.nan), pass_name, error)
 
 
 def _likely_channels(tensors: Tensors, options: Options) -> int | None:

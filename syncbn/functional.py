@@ -25,11 +25,10 @@ from syncbn.kernels.reference import subtract_mean
 from syncbn.kernels.select import reason_forced
 from syncbn.ranks.calls import ONE_RANK, Call, record_ranks, select_call
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
-from syncbn.ranks.sites import FunctionCaller
+from syncbn.ranks.sites import FunctionCaller, to_bool, validate_environment
 from syncbn.second_derivatives import sum_over_ranks
 from syncbn.statistics import compute_dtype, pack
 from syncbn.step import train
-from syncbn.texts import to_bool
 from syncbn.torch_batch_norm import evaluate
 from syncbn.torch_internals import is_compiling, profiler_range
 
@@ -175,7 +174,8 @@ def batch_norm_backward(
         require_float64(input)
         if not is_compiling():
             check_storage((grad_output, input, *per_channel.values()))
-        reason_forced()  # checks the environment variables
+        reason_forced()  # checks SYNCBN_KERNELS
+        validate_environment()
     except Exception as error:  # The code of a Tensor subclass may raise any exception.
         tensors = Tensors(input, weight=weight, running_mean=mean, running_var=invstd)
         options = Options(channel_dim=channel_dim)

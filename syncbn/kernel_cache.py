@@ -25,6 +25,7 @@ from syncbn.kernels.interface import (
 )
 from syncbn.kernels.layout import Layout
 from syncbn.kernels.select import fast_path_back_end
+from syncbn.ranks.sites import validate_environment
 from syncbn.torch_internals import (
     PLAIN_OR_NONE,
     Guard,
@@ -97,6 +98,7 @@ def _select_forward(tensors: tuple[Any, ...], options: Options) -> tuple[Forward
         return None
     x, z, *per_channel, mask, _ = tensors = Tensors._make(tensors)
     check(tensors, options, None)
+    validate_environment()
     options.with_float_numbers(tensors)
     mean, var, counter = tensors.running_mean, tensors.running_var, tensors.counter
     if not _are_contiguous(per_channel) or (counter is not None and _metadata(counter) != ((), torch.int64, x.device)):

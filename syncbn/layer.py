@@ -16,10 +16,10 @@ from syncbn.arguments import TORCH_DIM_CHECKS, DimCheck, Options, Tensors, check
 from syncbn.bad_argument import raise_on_all_ranks
 from syncbn.ranks import groups
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, make_groups
-from syncbn.ranks.sites import CopiedAsNone, Site
+from syncbn.ranks.sites import CopiedAsNone, Site, to_bool
 from syncbn.statistics import from_sums, to_sums, update_buffers
 from syncbn.step import train
-from syncbn.texts import quote_path, to_bool
+from syncbn.texts import quote_path
 from syncbn.torch_batch_norm import evaluate
 from syncbn.torch_internals import PLAIN_CLASSES, TORCH_FORWARD, current_backward, is_compiling
 

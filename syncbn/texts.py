@@ -1,22 +1,15 @@
 """Formats names, values, ranks and errors as text that is safe to write to a c10d Store or a terminal, and issues
 warnings at the line of the user's program."""
 
-import contextlib
 import functools
 import itertools
-import numbers
 import sys
 import traceback
 import warnings
 from collections.abc import Iterable
 from types import FrameType
-from typing import Any
-
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 ONE_VALUE_PER_CHANNEL = "Expected more than 1 value per channel when training, got 1 over all ranks"
-FLAGS = "channel_last", "track_running_stats", "fuse_relu"  # arguments of layers that are bools
 MAX_REPR_LENGTH = 60  # characters of a value in an error message
 LIBRARIES = {"torch", "syncbn", *sys.stdlib_module_names}
 
@@ -44,29 +37,6 @@ def shorten(value: object) -> str:
     except ValueError:  # an int of more than 4,300 digits
         text = f"a large {type(value).__name__}"
     return text if len(text) <= MAX_REPR_LENGTH else f"{text[:MAX_REPR_LENGTH]}..."
-
-
-def layer_settings(caller: object) -> dict[str, str]:
-    """Return the settings of a layer that must be equal on all ranks, as text. A function has none."""
-    if not isinstance(caller, _BatchNorm):
-        return {}
-    flags = {name: shorten(to_bool(getattr(caller, name, False))) for name in FLAGS}
-    return {"eps": _format_number(caller.eps), "momentum": _format_number(caller.momentum)} | flags
-
-
-def to_bool(flag: object) -> Any:
-    """Return a number or a bool of numpy as a bool, and any other object unchanged."""
-    return bool(flag) if isinstance(flag, numbers.Number) or type(flag).__name__ in ("bool", "bool_") else flag
-
-
-def _format_number(setting: object) -> str:
-    """Return the same text for equal numbers of any class, such as 1 and 1.0, and one text for all tensors."""
-    if isinstance(setting, Tensor):
-        return "a tensor"
-    if isinstance(setting, numbers.Real):
-        with contextlib.suppress(OverflowError):
-            return repr(float(setting))
-    return shorten(setting)
 
 
 def format_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:

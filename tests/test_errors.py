@@ -50,7 +50,7 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: layer(track_running_stats=[1])(X), lambda: layer(track_running_stats=1.0)(X), TypeError, "track_running_stats must be a bool, got [1] of type list; pass a bool"),
     (lambda: function(fuse_relu=torch.tensor(True)), lambda: function(fuse_relu=np.True_), TypeError, "fuse_relu must be a bool, got tensor(True) of type Tensor; pass a bool"),
     (lambda: function(training=False, fuse_relu=None), lambda: function(training=False, fuse_relu=1), TypeError, "fuse_relu must be a bool, got None of type NoneType; pass a bool"),
-    (lambda: layer(process_group=0), lambda: layer(process_group=1), ValueError, "process_group=0: an int is the number of ranks"),
+    (lambda: layer(process_group=0), lambda: layer(process_group=1), ValueError, "process_group=0: the number of ranks per group is at least 1"),
     (lambda: layer(process_group=True), lambda: layer(process_group=1), TypeError, "got True of type bool"),
     (lambda: layer(process_group="host"), lambda: layer(process_group=2), TypeError, "got 'host' of type str; for a DeviceMesh, pass mesh.get_group(); for one group per node, int(os.environ"),
     (lambda: layer(process_group=GroupMember.NON_GROUP_MEMBER)(X), lambda: layer(process_group=GroupMember.NON_GROUP_MEMBER).eval()(X), ValueError, "this rank is not in the layer's process_group"),

@@ -67,9 +67,7 @@ for _ in range(3):
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     assert gloos_threads()
     collective = calls.eager_call(None, FunctionCaller("a test"), None).new_collective("forward")
-    collective.begin()
-    time.sleep(1.2)  # The watchdog polls in this time.
-    del collective.rank.waiting[collective]
+    collective.run(time.sleep, 1.2)  # The watchdog polls in this time.
     syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()
     dist.destroy_process_group()
     assert world() is None

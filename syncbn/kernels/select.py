@@ -137,12 +137,9 @@ def _try_triton(device: torch.device) -> None:
 
 @functools.cache
 def reason_forced() -> str | None:
-    """Return why torch operations are used even if kernels are available, or None.
-
-    **Raises** ValueError for an unknown value of one of syncbn's environment variables.
-    """
-    for name, known in (("SYNCBN_KERNELS", "reference"), ("SYNCBN_CHECKS", "0")):
-        if (value := os.environ.get(name)) not in (None, "", known):
-            raise ValueError(f"the environment variable {name} must be {known!r} or not set, got {value!r}")
+    """Return why torch operations are used even if kernels are available, or None. **Raises** ValueError for an unknown
+    value of SYNCBN_KERNELS."""
     forced = os.environ.get("SYNCBN_KERNELS")
+    if forced not in (None, "", "reference"):
+        raise ValueError(f"the environment variable SYNCBN_KERNELS must be 'reference' or not set, got {forced!r}")
     return f"SYNCBN_KERNELS={forced}" if forced else None

@@ -23,17 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn import payload
-from syncbn.kernels import select
-from syncbn.kernels.interface import (
-    NO_BUFFERS,
-    BackwardKernels,
-    Buffers,
-    ForwardKernels,
-    Gradients,
-    Inputs,
-    Saved,
-    StatusWords,
-)
+from syncbn import torch_internals as internals
+from syncbn.kernels import interface, select
+from syncbn.kernels.interface import BackwardKernels, Buffers, ForwardKernels, Gradients, Inputs, Saved, StatusWords
 from syncbn.payload import COUNT, IS_SIGNED, MAX_COUNT, NUM_IDS, NUM_VALUES, SIGNATURE, SQUARE, TRAILER, UNSIGNED
 from syncbn.ranks import groups, report
 from syncbn.ranks.collective import Collective, all_reduce
@@ -41,21 +33,7 @@ from syncbn.ranks.groups import GroupSpec, resolve
 from syncbn.ranks.sites import Caller, Site, site_of
 from syncbn.ranks.status import StreamStatus, captured_sequence_number, status_of
 from syncbn.ranks.watchdog import recorded
-from syncbn.texts import ONE_VALUE_PER_CHANNEL
-from syncbn.torch_internals import (
-    PLAIN_CLASSES,
-    all_to_all_size,
-    constant_in_graphs,
-    current_backward,
-    current_dispatch_mode,
-    is_compiling,
-    is_exporting,
-    is_jit_tracing,
-    is_transformed,
-    is_wrapped,
-    note_call,
-    stream_handle,
-)
+from syncbn.texts import ONE_VALUE_PER_CHANNEL, format_error
 
 
 class Call(ABC):
@@ -69,8 +47,8 @@ class Call(ABC):
     forward_signature, call_number = UNSIGNED, 0  # what this rank signs in forward, and its count
 
     def forward(
-        self, kernels: ForwardKernels, inputs: Inputs, num_values: Tensor | None, buffers: Buffers = NO_BUFFERS,
-        momentum: Any = 0.0,
+        self, kernels: ForwardKernels, inputs: Inputs, num_values: Tensor | None,
+        buffers: Buffers = interface.NO_BUFFERS, momentum: Any = 0.0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return y and the statistics, and update the buffers: local sums, one all_reduce, outputs.
 
@@ -120,7 +98,7 @@ class Call(ABC):
 
     def sign_and_all_reduce(self, sent: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
         """Sign the payload `sent`, which no kernel has signed, and return the result of `all_reduce`. `error`: the
-        argument error of this rank, which sends n = NaN and raises this error, or None."""
+        argument error of this rank, which sends n = NaN and raises this error after this method, or None."""
         return self.all_reduce(sent, pass_name)
 
     def signature(self, pass_name: str) -> tuple[int, Tensor | None]:
@@ -135,7 +113,7 @@ class Call(ABC):
 
     def refuse_transforms(self, *tensors: Tensor | None) -> None:
         """**Raises** RuntimeError inside vmap and forward mode over several ranks."""
-        if self.group is not None and is_transformed(*tensors):
+        if self.group is not None and internals.is_transformed(*tensors):
             raise RuntimeError(
                 "torch.func.vmap, forward mode (jvp) and is_grads_batched=True are not supported over several ranks; "
                 "loop over samples or gradients, use torch.autograd.functional, or set process_group=1"
@@ -174,7 +152,7 @@ class EagerCall(Call):
     reads_trailer = True
     # The id of the call, see payload.py: on a CPU an int, on a GPU float64 (1,), which a kernel writes. None: no id.
     call_id: int | Tensor | None = None
-    argument_error: Exception | None = None  # the `error` of sign_and_all_reduce, while that method runs
+    argument_error: tuple[str, bool] | None = None  # see `Collective`
     # Set by `status_words`, which passes its sequence number to kernels; cleared when `all_reduce` begins it. GPU only.
     pending_collective: Collective | None = None
     status: StreamStatus  # the status words of the stream, on a GPU
@@ -198,9 +176,9 @@ class EagerCall(Call):
 
     def status_words(self, pass_name: str, x: Tensor) -> StatusWords | None:
         device = x.device
-        if type(x) not in PLAIN_CLASSES or not select.checks_totals(device):  # A FakeTensor has no memory.
+        if type(x) not in internals.PLAIN_CLASSES or not select.checks_totals(device):  # A FakeTensor has no memory.
             return None
-        site, stream = self.site, stream_handle(device)
+        site, stream = self.site, internals.stream_handle(device)
         status = status_of(site.group_state).streams.get((device, stream))
         if status is None:
             if stream is None:
@@ -223,41 +201,32 @@ class EagerCall(Call):
         self, sent: Tensor, pass_name: str, status_words: StatusWords | None = None, use_operator: bool = False
     ) -> Tensor:
         collective = self.pending_collective or Collective(self.site, self.call_number, pass_name, self.dtype)
+        collective.argument_error = self.argument_error
         self.pending_collective, self.has_begun = None, True
-        faults = list[Exception]()  # The traceback of a fault refers to this frame, which must not refer to the fault.
         if self.call_number == 1 and pass_name == "forward":
             self.site.write_call(payload.num_channels(sent))
-        collective.begin()
-        try:
-            if status_words is not None and status_words.sequence_number > 0:
-                self.status.recent.append(collective)
-            if self.argument_error is not None:  # If the other ranks send another size, gloo may end this process.
-                report.record_at_once(self.site.rank, self.argument_error)
-            total = all_reduce(sent, self.group, self.site.all_to_all_size, use_operator)
-            if status_words is None and total.is_cpu and type(total) is Tensor:  # not a FakeTensor, which has no values
-                trailer = total[TRAILER].tolist()
-                if pass_name == "forward" and 0 < trailer[IS_SIGNED] <= trailer[COUNT] < MAX_COUNT:
-                    self.call_id = int(trailer[COUNT] // trailer[IS_SIGNED] % NUM_IDS)
-                ranks_differ = trailer[IS_SIGNED] * trailer[SQUARE] != trailer[SIGNATURE] * trailer[SIGNATURE]
-                if ranks_differ or trailer[NUM_VALUES] != trailer[NUM_VALUES]:
-                    faults = _diagnose(collective, total, ranks_differ, self.argument_error)
-                    self.signatures = self.site.signatures  # The backward signs with the number on which ranks agreed.
-        except RuntimeError as failure:
-            collective.raise_with_positions(failure)
-            raise
-        finally:
-            del collective.rank.waiting[collective]
-        if faults:  # after the block above, which would report a failed collective
-            raise faults.pop()
+        if status_words is not None and status_words.sequence_number > 0:
+            self.status.recent.append(collective)
+        total = collective.run(all_reduce, sent, self.group, self.site.all_to_all_size, use_operator)
+        if status_words is None and total.is_cpu and type(total) is Tensor:  # not a FakeTensor, which has no values
+            trailer = total[TRAILER].tolist()
+            if pass_name == "forward" and 0 < trailer[IS_SIGNED] <= trailer[COUNT] < MAX_COUNT:
+                self.call_id = int(trailer[COUNT] // trailer[IS_SIGNED] % NUM_IDS)
+            ranks_differ = trailer[IS_SIGNED] * trailer[SQUARE] != trailer[SIGNATURE] * trailer[SIGNATURE]
+            if ranks_differ or trailer[NUM_VALUES] != trailer[NUM_VALUES]:
+                faults = _diagnose(collective, total, ranks_differ)
+                self.signatures = self.site.signatures  # The backward signs with the new instance number.
+                if faults:  # The traceback of the fault will refer to this frame, which must not refer to the fault.
+                    raise faults.pop()
         return total
 
     def dispatched_all_reduce(self, sent: Tensor, pass_name: str, status_words: StatusWords | None = None) -> Tensor:
         local = sent.clone()  # because the all_reduce may overwrite `sent`
-        is_forward, use_operator = pass_name == "forward", current_dispatch_mode() is not None
+        is_forward, use_operator = pass_name == "forward", internals.current_dispatch_mode() is not None
         total = self.all_reduce(sent, pass_name, status_words, use_operator)
         if status_words is not None:
-            if self.argument_error is not None:  # before the watchdog can see the fault and write a report without it
-                self.status.write_report(status_words.sequence_number, self.argument_error)
+            if self.argument_error is not None:  # at once, because this rank may end
+                self.status.write_report(status_words.sequence_number)
             needs_two_values = is_forward and self.site.needs_two_values
             select.check_total(total, needs_two_values, status_words, local if is_forward else None)
         # `all_finite` tests a Python list, because a dispatch mode would intercept operators.
@@ -266,25 +235,22 @@ class EagerCall(Call):
         return total
 
     def sign_and_all_reduce(self, sent: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+        if error is not None:
+            self.argument_error = format_error(error), isinstance(error, TypeError)
         status_words = self.status_words(pass_name, sent) if sent.is_cuda else None
         if pass_name == "forward":
             signed = payload.sign(sent, self.forward_signature, self.call_number)
         else:
             signature, call_id = self.signature(pass_name)
             signed = payload.sign(sent, signature, call_id=call_id)
-        self.argument_error = error
-        try:
-            return self.dispatched_all_reduce(signed, pass_name, status_words)
-        finally:  # The traceback of `error` may refer to this frame, and to this call, which keeps the group.
-            self.argument_error = None
-            del error
+        return self.dispatched_all_reduce(signed, pass_name, status_words)
 
     def warn_unless_finite(self, sums: Tensor) -> None:
-        if not all_finite(sums):
+        if self.argument_error is None and not all_finite(sums):
             self.new_collective("forward").warn_not_finite()
 
     def record_error(self, error: BaseException) -> None:
-        self.site.rank.record_error(error)
+        self.site.rank.record_error(format_error(error))
 
     @contextlib.contextmanager
     def recording_errors(self) -> Iterator[None]:
@@ -307,7 +273,7 @@ def require_two_values(x: Tensor, total: Tensor, known: int | None) -> None:
     tensor of torch.func is not checked, because it cannot be read.
     """
     if known is None:
-        if is_compiling() or not total.is_cpu or type(total) is not Tensor or is_wrapped(total):
+        if internals.is_compiling() or not total.is_cpu or type(total) is not Tensor or internals.is_wrapped(total):
             return
         known = int(payload.num_values(total))
     if known == 1:
@@ -320,29 +286,29 @@ def all_finite(sums: Tensor) -> bool:
     return all(map(math.isfinite, sums.tolist()))
 
 
-def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool, error: Exception | None) -> list[Exception]:
-    """Return a list with the error that this rank raises for a total with a fault. `error`: the argument error of this
-    rank, or None.
+def _diagnose(collective: Collective, total: Tensor, ranks_differ: bool) -> list[Exception]:
+    """Return a list with the error that this rank raises for a total with a fault. The list is empty if this rank has
+    an argument error, unless the ranks also are in different layers or calls.
 
     If only the instance numbers of the layer differed, let the ranks agree on a new number, and return an empty list.
     """
     site, state, rank = collective.site, collective.site.group_state, collective.rank
     if payload.is_incomplete(total):  # The ranks have sent different lengths, and gloo has aborted a rank.
         where = report.report_positions(rank, collective, has_failed=True)
-        return [error or RuntimeError(report.TITLE_LENGTHS + where)]
+        return [] if collective.argument_error else [RuntimeError(report.TITLE_LENGTHS + where)]
     # repr gives every NaN the same text.
     key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
-    calls = report.gather_calls(rank, state.ranks, key, collective.to_report(error))
+    calls = report.gather_calls(rank, state.ranks, key, collective.to_report())
     answers = [call for call in calls if call is not None]
     can_renumber = state.retired_numbers.isdisjoint((call.layer, call.instance_number) for call in answers)
     fault = report.explain(rank, state.ranks, collective, calls, ranks_differ, can_renumber)
     if isinstance(fault, report.RanksDifferError):
         return [fault]
     if len({call.instance_number for call in answers}) > 1:
-        # In its first call a layer has a number on which the ranks have not agreed yet.
+        # The number of a first call is not retired, because the ranks have not agreed on it yet.
         state.retired_numbers.update((call.layer, call.instance_number) for call in answers if call.call_number > 1)
         site.set_instance_number(max(call.next_instance_number for call in answers))
-    return [*filter(None, (error or fault,))]
+    return [] if fault is None or collective.argument_error else [fault]
 
 
 class GraphCall(Call):
@@ -355,7 +321,7 @@ class GraphCall(Call):
         self.group = group
 
     def all_reduce(self, sent: Tensor, pass_name: str, *_: object) -> Tensor:
-        return all_reduce(sent, self.group, all_to_all_size(self.group), use_operator=True)
+        return all_reduce(sent, self.group, internals.all_to_all_size(self.group), use_operator=True)
 
 
 def select_call(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Call:
@@ -364,14 +330,12 @@ def select_call(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Call:
     **Raises** RuntimeError in torch.jit.trace, which cannot record the collectives. The error is raised before
     anything is sent, because often only one rank traces.
     """
-    if is_compiling():
+    if internals.is_compiling():
         return graph_call(spec)
-    if is_jit_tracing():
-        what = (
-            "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm over ranks"
-        )
-        raise recorded(RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()"))
-    return eager_call(spec, caller, input, current_backward() != -1)
+    if internals.is_jit_tracing():
+        what = "torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm over ranks"
+        raise recorded(RuntimeError(f"syncbn: {what}: call syncbn.revert_syncbn_model(model) first, or model.eval()"))
+    return eager_call(spec, caller, input, internals.current_backward() != -1)
 
 
 def eager_call(spec: GroupSpec, caller: Caller, input: object, in_backward: bool = False) -> Call:
@@ -384,25 +348,17 @@ def eager_call(spec: GroupSpec, caller: Caller, input: object, in_backward: bool
         return ONE_RANK
     site = caller._syncbn_site  # the site of the last call
     if group is None or site is None or site.group_state.group() is not group or site.caller() is not caller:
-        group, site = _look_up(spec, caller)
-    if group is None or site is None:
-        return ONE_RANK
+        group = resolve(spec)
+        if group is None:
+            return ONE_RANK
+        site = site_of(caller, group)
+        object.__setattr__(caller, "_syncbn_site", site)  # bypasses the __setattr__ of a subclass, which may raise
     return EagerCall(group, site, input, in_backward)
-
-
-def _look_up(spec: GroupSpec, caller: Caller) -> tuple[dist.ProcessGroup | None, Site | None]:
-    """Return the group and the site, which the caller keeps for its next call."""
-    group = resolve(spec)
-    if group is None:
-        return None, None
-    site = site_of(caller, group)
-    object.__setattr__(caller, "_syncbn_site", site)  # bypasses the __setattr__ of a subclass, which may raise
-    return group, site
 
 
 def graph_call(spec: GroupSpec) -> Call:
     """Return a call in a compiled graph. **Raises** the errors of `_check_graph`."""
-    note_call(True)
+    internals.note_call(True)
     if spec == groups.THIS_RANK_ALONE:
         return ONE_RANK
     _check_graph(spec)
@@ -412,7 +368,7 @@ def graph_call(spec: GroupSpec) -> Call:
     return ONE_RANK if group is None or group.size() == 1 else GraphCall(group)
 
 
-@constant_in_graphs  # If Dynamo traced a raise, it would break the graph and run the layer in eager mode.
+@internals.constant_in_graphs  # If Dynamo traced a raise, it would break the graph and run the layer in eager mode.
 def _check_graph(spec: GroupSpec) -> None:
     """**Raises** the errors of `groups.lookup`; RuntimeError if groups would have to be created, and in an export over
     several ranks."""
@@ -421,12 +377,12 @@ def _check_graph(spec: GroupSpec) -> None:
         what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
         remedy = "construct or convert the layers after torch.distributed.init_process_group()"
         raise RuntimeError(f"{what}; {remedy}")
-    if group is not None and group.size() > 1 and is_exporting():
+    if group is not None and group.size() > 1 and internals.is_exporting():
         what = "torch.export cannot record batch norm over several ranks in training"
         raise RuntimeError(f"syncbn: {what}; call model.eval() or syncbn.revert_syncbn_model(model) first")
 
 
 def record_ranks(caller: Caller, call: Call) -> None:
     """Record on the caller over how many ranks the call was synchronised."""
-    if not is_compiling():  # In a compiled graph a change of the attribute would cause a recompilation.
+    if not internals.is_compiling():  # In a compiled graph a change of the attribute would cause a recompilation.
         object.__setattr__(caller, "_synchronised_ranks", call.num_ranks)

@@ -88,8 +88,7 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
         return GlobalRanks(())
     if isinstance(process_group, int) and not isinstance(process_group, bool):
         if process_group < 1:
-            what = f"process_group={process_group}: an int is the number of ranks per group, at least 1"
-            raise recorded(ValueError(what))
+            raise recorded(ValueError(f"process_group={process_group}: the number of ranks per group is at least 1"))
         return process_group
     if isinstance(process_group, dist.ProcessGroup):
         is_written_in_python = type(process_group).allreduce is not dist.ProcessGroup.allreduce  # such as torchft's
@@ -132,8 +131,7 @@ def lookup(spec: GroupSpec) -> dist.ProcessGroup | None:
             return default_group if spec in made else None
         if group_of_int in existing_groups():
             return group_of_int
-        what = f"the group of process_group={spec} was destroyed"
-        raise recorded(RuntimeError(f"{what}; set layer.process_group to another group"))
+        raise recorded(RuntimeError(f"the group of process_group={spec} was destroyed; set layer.process_group anew"))
     group = spec.group()
     if group is not None:
         return group
@@ -204,27 +202,16 @@ def resolve(spec: GroupSpec) -> dist.ProcessGroup | None:
     return None if group is None or group.size() == 1 else group
 
 
-def make_groups(spec: GroupSpec) -> None:
-    """If `spec` is an int above 1, create its groups unless they exist. **Raises** the errors of `_make_groups`."""
-    if isinstance(spec, int) and spec != THIS_RANK_ALONE:
-        _make_groups(spec)
+def make_groups(spec: GroupSpec, of_one_rank: bool = False) -> None:
+    """If `spec` is an int, create its groups unless they exist; groups of one rank only if `of_one_rank`.
 
-
-def _make_groups(spec: int) -> None:
-    """Create the groups of `spec` ranks each, unless they exist. This is a collective over ALL ranks of the default
-    group; reports of positions show it. **Raises** the errors of `_make`."""
-    default_group = dist.group.WORLD
-    if default_group is not None and lookup(spec) is None:
+    This is a collective over ALL ranks of the default group; reports of positions show it. **Raises** the errors of
+    `_make`.
+    """
+    default_group, is_made = dist.group.WORLD, isinstance(spec, int) and (of_one_rank or spec != THIS_RANK_ALONE)
+    if isinstance(spec, int) and is_made and default_group is not None and lookup(spec) is None:
         caller = FunctionCaller(f"the creation of groups for process_group={spec!r}", is_signed=False)
-        collective = Collective(site_of(caller, default_group), 1, "creation")
-        collective.begin()
-        try:
-            _make(spec, default_group)
-        except RuntimeError as error:
-            collective.raise_with_positions(error)
-            raise
-        finally:
-            del collective.rank.waiting[collective]
+        Collective(site_of(caller, default_group), 1, "creation").run(_make, spec, default_group)
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
@@ -242,7 +229,7 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
         raise recorded(ValueError(f"group_size must be an int that is not negative, got {group_size!r}"))
     if dist.group.WORLD is None:
         raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
-    _make_groups(group_size)
+    make_groups(group_size, of_one_rank=True)
     return lookup(group_size)
 
 

@@ -1,10 +1,24 @@
 """Keeps the position of this rank: its last collective of syncbn, and the events on this rank since.
 
+These classes show where a rank is:
+
+    Collective     collective.py   a collective of syncbn, in which this rank waits for the other ranks: an all_reduce
+                                   of a layer or function, or the creation of groups
+    Wait           here            what this file and report.py, which cannot import collective.py, know of a Collective
+    Position       here            the last Collective of a rank, and what has happened to the rank since: an error, or
+                                   that it has left. Written once a second, and read for a report of a wait or failure
+    CallReport     report.py       what a rank compares with the other ranks: layer, call, settings, dtype, argument
+                                   error. Written and read only after an all_reduce whose total shows a fault
+    ThisRank       here            this rank of a default group: the Collectives in which it waits, its Position, and
+                                   the store
+    StreamStatus   status.py       the all_reduces that the host has begun on a GPU, and how far the GPU is
+    GpuStatus      here            what the watchdog knows of a StreamStatus
+
 Each rank writes to the store of the default process group. A key is "syncbn/", the number of restarts by torchrun
 (which may keep the store across restarts), the global rank, and one of
 
     position                the position of this rank
-    called/bn3 in ResNet    written at a layer's first call: the group, the instance number, the number of channels
+    called/bn3 in ResNet    written in a layer's first call: its group, instance number, number of channels and ranks
     fault/0/4f2a...         the rank's report of a collective in which the ranks differ, see report.py
     fault/0                 the rank's report of the first fault on a GPU, see status.py
 
@@ -50,14 +64,15 @@ FAILED_COLLECTIVE = re.compile(
 
 
 class Position(NamedTuple):
-    """The position of a rank: its last collective of syncbn, and the events on the rank since. Written as JSON."""
+    """The position of a rank. Written as JSON."""
 
     group: str = ""  # the name of the process group, such as "0"
     sequence_number: int = 0  # the number of the collective among those of syncbn on the group, from 1
     pass_name: str = ""  # the pass of the collective, such as "forward", "backward" or `WITH_GRAPH`
     description: str = ""  # the collective, such as "layer4.1.bn3 forward, call 17"
     call_number: int = 0  # the number of the call of the layer, such as 17
-    lacks_grad: bool = False  # whether the input of this forward, unlike those before, requires no gradient
+    # Whether the input of this forward requires no gradient, although an earlier one did or this is the first forward.
+    lacks_grad: bool = False
     is_evaluating: bool = False  # whether the layer is in evaluation mode now
     error: str = ""  # the error that a layer has raised on this rank since that collective
     departure: str = ""  # `HAS_LEFT` and the reason, if the rank has left the group
@@ -71,22 +86,22 @@ class Position(NamedTuple):
 
 
 class Wait(Protocol):
-    """A collective of syncbn in which this rank waits."""
+    """The interface of a Collective."""
 
     sequence_number: int  # A rank whose position has this number or a larger one has reached the collective.
     start: float  # the time when the collective began, by time.monotonic
     next_warning_seconds: float  # waiting time at which the watchdog warns
 
+    layer_label: str  # `Site.label`
+    ranks: list[int]  # the global ranks of the group
+
     def position(self) -> Position: ...
-    def layer_label(self) -> str: ...
-    def ranks(self) -> list[int]: ...
     def seconds(self) -> float: ...
 
 
 class GpuStatus(Protocol):
-    """The status words of a group on a GPU, which the watchdog polls: see status.py."""
+    """The interface of a StreamStatus."""
 
-    def has_ended(self) -> bool: ...
     def poll(self, is_last: bool = False) -> None: ...
     def unfinished(self) -> Wait | None: ...
 
@@ -122,14 +137,14 @@ class ThisRank:
         waiting = [*self.waiting]  # a copy, because other threads change the dict
         last = wait if wait in waiting else next(iter(waiting), self.last)
         text, before = self.error
-        error = text if before is last else ""
         position = Position() if last is None else last.position()
-        position = position._replace(error=error, departure=self.departure, host=this_host())
+        position = position._replace(error=text * (before is last), departure=self.departure, host=this_host())
         return position._replace(process=self.process, default_group=self.default_group)
 
-    def record_error(self, error: BaseException) -> None:
-        """Record an error that a layer raises on this rank, because other ranks may wait in the next collective."""
-        self.error = f"has raised {format_error(error)}".partition("\n")[0][:300], self.last
+    def record_error(self, error: str) -> None:
+        """Record the class and text of an error that a layer raises on this rank, because other ranks may wait in the
+        next collective."""
+        self.error = f"has raised {error}".partition("\n")[0][:300], self.last
 
     def wait_for_report(self, seconds: float = 0.0) -> bool:
         """Wait up to `seconds` for the thread of the last report. Return False if it still waits for the store: another
@@ -161,8 +176,8 @@ class ThisRank:
         self._poll_store(lambda: self.store.delete_key(self._key(self.rank, key)), 0.0)
 
     def read(self, ranks: Sequence[int], key: str) -> list[Any]:
-        """Return the value that each of these ranks has written under the key, or None for a rank without a value, or
-        whose position is of another process or default group than its value."""
+        """Return the value of each of these ranks under the key. Return None for a rank without a value, and for a
+        value that another process or default group has written than the position of the rank."""
         written = self._read(ranks, key)
         positions = written if key == "position" else self._read(ranks, "position")
         pairs = zip(written, positions, strict=True)
@@ -191,13 +206,11 @@ class ThisRank:
             values[:] = self.read(ranks, key)
             return self.store.add(readers, 1) > 0
 
-        all_answered = self._poll_store(
-            lambda: self.store.check(written) and None not in self.read(ranks, key), seconds
-        )
+        answered = self._poll_store(lambda: self.store.check(written) and None not in self.read(ranks, key), seconds)
         self._poll_store(read, 0.0)
         num_answers = len(ranks) - values.count(None)
         if self.rank == ranks[0] and self._poll_store(lambda: self.store.add(readers, 0) >= num_answers, seconds):
-            unused = [*written, readers] if all_answered else [readers]
+            unused = [*written, readers] if answered else [readers]
             self._poll_store(lambda: all(map(self.store.delete_key, unused)), 0.0)
         return values
 

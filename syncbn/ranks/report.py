@@ -12,17 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from syncbn.ranks.positions import (
-    FAILED_COLLECTIVE,
-    HAS_ENDED,
-    HAS_LEFT,
-    MAY_HAVE_LEFT,
-    Position,
-    ThisRank,
-    Wait,
-    process_state,
-    this_host,
-)
+from syncbn.ranks import positions
+from syncbn.ranks.positions import HAS_ENDED, HAS_LEFT, MAY_HAVE_LEFT, Position, ThisRank, Wait, this_host
 from syncbn.texts import format_by_rank
 
 SETTLE_SECONDS = 0.3  # how long a report waits, after a failure, for a rank that may still write why it leaves
@@ -32,38 +23,32 @@ STORE_UNKNOWN = "not known, as the process group's store does not answer"
 WITH_GRAPH = "backward with create_graph or torch.func"  # pass_name of the first all_reduce of that backward
 
 TITLE_LAYERS = "syncbn: the ranks are in different layers or calls.\n"
-TITLE_UNKNOWN = "syncbn: the ranks differ in a layer, call, setting or dtype, and not all have reported theirs.\n"
+TITLE_UNKNOWN = "syncbn: the ranks differ in layer, call, settings or dtype, and not all ranks have reported.\n"
 TITLE_LENGTHS = "syncbn: the ranks have sent sums of different sizes.\n"
 TITLE_ARGUMENT = "syncbn: another rank has a bad argument.\n"
 FALSE_ALARM = "If this is a false alarm, set SYNCBN_CHECKS=0 on every rank, which disables the comparison of ranks."
 
-# The causes of which a report names at most three, the likeliest first.
+# Causes with their remedies. A report names at most three, the likeliest first.
 LATE = "A rank is late, for example because it loads data, compiles, saves a checkpoint, or its host is cut off."
-EVALUATION = "A rank alone has called model.eval(): train after model.train(), and evaluate ddp.module(x), not ddp(x)."
+EVALUATION = "One rank alone has called model.eval(): call model.train() to train, and evaluate with ddp.module(x)."
 NOT_CONVERTED = "A rank has not called convert_syncbn_model(model), or runs a compiled model, which is not reported."
-EXTRA_CALL = "A rank has called the model once more, for example to validate or profile it: call model.eval() before."
-FEWER_BATCHES = "A rank has fewer batches: give all ranks equally many, or let it go on with empty batches, images[:0]."
+EXTRA_CALL = "A rank has called the model once more, for example to validate or profile it: call model.eval() first."
+FEWER_BATCHES = "A rank has fewer batches: give all ranks the same number, or let that rank go on with images[:0]."
 OTHER_LAYERS = (
     "A rank has left out a layer or a backward, or calls layers in another order: call the same layers in the same "
     "order on every rank, and for each missing call write loss = loss + layer(x[:0]).sum()."
 )
 SOME_RANKS = "Only some ranks have this layer: pass their group to convert_syncbn_model(model, process_group)."
-MODELS = (
-    "Several models of one class have a layer of this name, numbered in the order of their first training calls: call "
-    "the models in the same order on every rank."
-)
+MODELS = "Several models of one class have this layer: first train the models in the same order on every rank."
 GRAPHS = "Pass create_graph=True on every rank or on none, and use torch.func on every rank or on none."
 SETTINGS = "Give the layer the same settings on every rank, and let schedules change them in the same step."
 DTYPES = "Use autocast on every rank or on none, and the same dtype of model and inputs on every rank."
-BACKWARDS = (
-    "The layer is called several times, and the ranks run the backwards of these calls in different orders: on "
-    "every rank run backward(), or torch.autograd.grad, of these calls in the same order."
-)
+BACKWARDS = "The layer is called several times: run the backwards of these calls in the same order on every rank."
 ENDED = (
     "Read the last output of the ended process. If there is no output, memory may have run out: see dmesg. "
-    "If the output ends in gloo::EnforceNotMet, the ranks have sent different sizes, for one of the next causes."
+    "If the output ends in gloo::EnforceNotMet, the ranks have sent different sizes, for one of the causes below."
 )
-OTHER_MODEL = "A rank has not converted a layer, has left it out, or has another number of channels in it."
+OTHER_MODEL = "A rank has not converted a layer, has left out a layer, or has a layer with other channels."
 STOPPED = "A debugger or a signal has stopped a process: continue it with kill -CONT."
 OUTSIDE = (
     "The ranks may wait in different collectives of the program or of DistributedDataParallel (a rank may call "
@@ -71,9 +56,8 @@ OUTSIDE = (
 )
 CALLS = "Build the same model on every rank, and give the layer the same process_group."
 ONE_CALL = (
-    "All ranks are in this call. A rank has a different number of channels or cannot be reached, or another thread, "
-    "such as that of dcp.async_save, uses this process group: give that thread a group of its own, "
-    "process_group=dist.new_group()."
+    "All ranks are in this call. A rank has other channels or cannot be reached, or another thread, such as that of "
+    "dcp.async_save, uses this process group: give that thread its own group, process_group=dist.new_group()."
 )
 
 
@@ -85,7 +69,7 @@ class RanksDifferError(RuntimeError):
 
 
 class CallReport(NamedTuple):
-    """A rank's description of its call of a layer, in a collective. Written as JSON."""
+    """A rank's description of its call of a layer. Written as JSON."""
 
     description: str  # the call, such as "layer4.1.bn3 forward, call 17"
     layer: str = ""  # `Site.layer`, the root class and name that ranks compare
@@ -115,22 +99,24 @@ def gather_calls(rank: ThisRank, ranks: Sequence[int], key: str, call: CallRepor
 
 
 def call_store(rank: ThisRank, call: Callable[[], None], seconds: float) -> bool:
-    """Call the store in a new thread, because its host may not answer, and return whether the call has ended within
-    `seconds`. Do not call it while an earlier call waits for the store. At the exit of the interpreter no thread can
-    start, so call the store in this thread."""
+    """Run `call`, which uses the store, in a new thread, because the store may not answer. Return whether `call` has
+    ended within `seconds`. First wait, also up to `seconds`, for an earlier call. At the exit of the interpreter no
+    thread can start, so `call` then runs in this thread."""
     if not rank.wait_for_report(seconds):
         return False
-    rank.report_thread = threading.Thread(target=call, daemon=True)
+    # Another thread may replace `rank.report_thread` at any time, so this function waits for its own thread.
+    thread = rank.report_thread = threading.Thread(target=call, daemon=True)
     try:
-        rank.report_thread.start()
+        thread.start()
+        thread.join(seconds)
     except RuntimeError:
         call()
-    return rank.wait_for_report(seconds)
+    return not thread.is_alive()
 
 
-def record_at_once(rank: ThisRank, error: Exception) -> None:
-    """Record an error of this rank and write it to the store, for at most `READ_SECONDS`. Use it where this rank will
-    not join the other ranks' collective, or may not survive it: then they can only read the error."""
+def record_at_once(rank: ThisRank, error: str) -> None:
+    """Record an error of this rank and write it to the store. Use it where this rank will not join the collective of
+    the other ranks, or may not survive it: then they can only read the error."""
     rank.record_error(error)
     call_store(rank, rank.write_position, READ_SECONDS)
 
@@ -196,7 +182,7 @@ def _difference(calls: Sequence[CallReport], can_renumber: bool) -> tuple[str, s
 
 
 def _causes_of_mixture(calls: Sequence[CallReport | Position]) -> list[str]:
-    """Return the causes of the ranks being in different layers or passes in one collective."""
+    """Return the causes for ranks that are in different layers or passes of one collective, the likeliest first."""
     if {"backward", WITH_GRAPH} <= {call.pass_name for call in calls}:
         return [GRAPHS]
     forwards = [call.call_number for call in calls if call.pass_name == "forward"]
@@ -212,7 +198,7 @@ def _format_causes(causes: list[str]) -> str:
 
 def is_consequence(departure: str) -> bool:
     """Return whether a rank has left with an error that follows from another rank's end or absence."""
-    return "syncbn: a collective failed" in departure or FAILED_COLLECTIVE.search(departure) is not None
+    return "syncbn: a collective failed" in departure or positions.FAILED_COLLECTIVE.search(departure) is not None
 
 
 def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False) -> str:
@@ -222,7 +208,7 @@ def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False
     `has_failed`: the collective has failed, so read the positions again for up to `SETTLE_SECONDS`, until a rank has
     left or ended.
     """
-    ranks, reports = [*range(rank.num_ranks)] if wait is None else wait.ranks(), list[str]()
+    ranks, reports = [*range(rank.num_ranks)] if wait is None else wait.ranks, list[str]()
     read = functools.partial(_read_report, rank, wait, ranks, has_failed, reports)
     if rank.store_answers and call_store(rank, read, READ_SECONDS) and reports:
         return reports[0]
@@ -255,11 +241,11 @@ def _read_positions(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list
         return [Position(*value or ()) for value in rank.read(ranks, "position")]
 
     on_this_host = [position for position in read() if position.host == this_host()]
-    states = {(position.host, position.process): process_state(position.process) for position in on_this_host}
-    label = "" if wait is None else wait.layer_label()
+    states = {(position.host, position.process): positions.process_state(position.process) for position in on_this_host}
+    label = "" if wait is None else wait.layer_label
     calls = rank.read(ranks, f"called/{label}") if label else [None] * len(ranks)
     own_call = calls[ranks.index(rank.rank)]
-    positions = []
+    read_positions = []
     for other, position, call in zip(ranks, read(), calls, strict=True):
         if other == rank.rank:  # Its written position may be old, and this rank may be about to leave.
             position = rank.position(wait)._replace(departure="", time=time.time() - (wait.seconds() if wait else 0))
@@ -271,9 +257,9 @@ def _read_positions(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list
         is_same = call and own_call and call[:2] == own_call[:2]
         is_here = not position.departure or is_consequence(position.departure)
         layer_call = f"has called {label} {call[2]}" if is_same and is_here else ""
-        positions.append(position._replace(process_state=state, layer_call=layer_call))
-    calls_differ = len({position.layer_call for position in positions} - {""}) > 1
-    return positions if calls_differ else [position._replace(layer_call="") for position in positions]
+        read_positions.append(position._replace(process_state=state, layer_call=layer_call))
+    calls_differ = len({position.layer_call for position in read_positions} - {""}) > 1
+    return read_positions if calls_differ else [position._replace(layer_call="") for position in read_positions]
 
 
 def _describe(position: Position, rank: ThisRank, wait: Wait | None) -> str:
@@ -309,15 +295,14 @@ def _causes(positions: list[Position], wait: Wait | None) -> list[str]:
     """Return at most three causes for ranks in these positions, the likeliest first; none if the positions already
     explain the failure."""
     departures = [position.departure for position in positions if not is_consequence(position.departure)]
-    with_reason = [departure for departure in departures if departure not in ("", HAS_LEFT, MAY_HAVE_LEFT)]
     states = [position.process_state for position in positions]
     places = {(position.pass_name, position.description) for position in positions}
     here = Position() if wait is None else wait.position()
-    late = [one for one in positions if one.group != here.group or one.sequence_number < here.sequence_number]
+    late = [other for other in positions if other.group != here.group or other.sequence_number < here.sequence_number]
     # A late rank may also be in another pass, but then it is in an earlier collective.
     in_one_collective = len({(position.group, position.sequence_number) for position in positions}) == 1
     rows: tuple[tuple[object, list[str]], ...] = (
-        (with_reason or any(position.error for position in positions), []),
+        ({*departures} - {"", HAS_LEFT, MAY_HAVE_LEFT} or any(position.error for position in positions), []),
         (any(position.layer_call for position in positions), [CALLS]),
         (any(state.endswith(HAS_ENDED) for state in states), [ENDED, EXTRA_CALL, OTHER_MODEL]),
         (in_one_collective and len(places) > 1, _causes_of_mixture(positions)),
@@ -329,7 +314,8 @@ def _causes(positions: list[Position], wait: Wait | None) -> list[str]:
         (any(position.is_evaluating for position in late), [EVALUATION, LATE, FEWER_BATCHES]),
         (here.lacks_grad, [EXTRA_CALL, LATE, FEWER_BATCHES]),
         (not any(position.description for position in late), [NOT_CONVERTED, LATE, EXTRA_CALL]),
-        # Between two steps the last call of a late rank has a smaller number.
+        # A late rank whose last call has this number is inside the step. Between two steps its last call has a smaller
+        # number.
         (any(position.call_number == here.call_number for position in late), [OTHER_LAYERS, LATE, SOME_RANKS]),
         (2 * len(late) > len(positions), [EXTRA_CALL, LATE, FEWER_BATCHES]),
         (True, [LATE, FEWER_BATCHES, EXTRA_CALL]),

@@ -17,6 +17,8 @@ A rank that does not know its layer, as in a compiled graph, sends zeros, so tha
 SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
 """
 
+import contextlib
+import numbers
 import os
 import zlib
 from collections import Counter
@@ -28,19 +30,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
+from syncbn import torch_internals as internals
 from syncbn.payload import UNSIGNED
 from syncbn.ranks.positions import ThisRank
-from syncbn.ranks.watchdog import recorded, this_rank
-from syncbn.texts import find_frame, format_ranks, layer_settings, quote_path, warn_once
-from syncbn.torch_internals import (
-    PLAIN_CLASSES,
-    all_to_all_size,
-    broadcasting_ddp,
-    constant_in_graphs,
-    is_pipeline_stage,
-    is_wrapped,
-    registered_name,
-)
+from syncbn.ranks.watchdog import after_fork, recorded, this_rank
+from syncbn.texts import find_frame, format_ranks, quote_path, shorten, warn_once
 
 
 class CopiedAsNone:
@@ -90,7 +84,7 @@ class FunctionCaller:
             object.__setattr__(layer, "_synchronised_ranks", num_ranks)  # bypasses the __setattr__ of a subclass
 
 
-@constant_in_graphs
+@internals.constant_in_graphs
 def _hash(text: str) -> int:
     return zlib.crc32(text.encode())
 
@@ -102,17 +96,48 @@ def smallest_signature(num_ranks: int) -> int:
     return 1 << (2**25 // num_ranks).bit_length() - 1
 
 
-@constant_in_graphs
+@internals.constant_in_graphs
 def _is_signing() -> bool:
-    """Return whether the layers of this rank sign their payloads. `select.reason_forced` validates SYNCBN_CHECKS."""
+    """Return whether the layers of this rank sign their payloads. An unknown value counts as True, because an error
+    here would leave the other ranks waiting: `validate_environment` raises it before."""
     return os.environ.get("SYNCBN_CHECKS") != "0"
+
+
+def validate_environment() -> None:
+    """**Raises** ValueError for an unknown value of SYNCBN_CHECKS. Call this function where every rank raises."""
+    if (value := os.environ.get("SYNCBN_CHECKS")) not in (None, "", "0"):
+        raise ValueError(f"the environment variable SYNCBN_CHECKS must be '0' or not set, got {value!r}")
+
+
+def to_bool(flag: object) -> Any:
+    """Return a number or a bool of numpy as a bool, and any other object unchanged."""
+    return bool(flag) if isinstance(flag, numbers.Number) or type(flag).__name__ in ("bool", "bool_") else flag
+
+
+def _format_flag(setting: object) -> str:
+    return shorten(to_bool(setting))
+
+
+def _format_number(setting: object) -> str:
+    """Return the same text for equal numbers of any class, such as 1 and 1.0, and one text for all tensors."""
+    if isinstance(setting, torch.Tensor):
+        return "a tensor"
+    if isinstance(setting, numbers.Real):
+        with contextlib.suppress(OverflowError):
+            return repr(float(setting))
+    return shorten(setting)
+
+
+FLAGS = "channel_last", "track_running_stats", "fuse_relu"  # arguments of layers that are bools
+# The settings of a layer that must be equal on all ranks, each with the function that returns its text.
+SETTINGS = {"eps": _format_number, "momentum": _format_number} | dict.fromkeys(FLAGS, _format_flag)
 
 
 class Signatures(dict[tuple[str, torch.dtype | None], int]):
     """The signatures of a site, keyed by pass and dtype of the input. Without an identity they are UNSIGNED.
 
-    A new instance number or new settings make new Signatures. A pending backward keeps those of its forward, as does
-    the backward of a rank that has replaced the layer since.
+    A new instance number or new settings make new Signatures. A pending backward, also of a layer that a rank has
+    replaced, signs with the Signatures of its forward.
     """
 
     def __init__(self, num_ranks: int, identity: str = "", settings: dict[str, str] | None = None) -> None:
@@ -131,7 +156,7 @@ class GroupState:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
-        self.name = registered_name(group)
+        self.name = internals.registered_name(group)
         self.ranks, self.num_ranks = dist.get_process_group_ranks(group), group.size()
         self.sites: WeakKeyDictionary[Caller, Site] = WeakKeyDictionary()
         self.num_sites = self.num_collectives = 0
@@ -154,14 +179,15 @@ class Site(CopiedAsNone):
     """A site: a layer or function on a group. It holds a weak reference to the layer or function."""
 
     instance_number = 0  # the number of the layer among those of its root and name; 0 if the site is not signed
-    # Whether the input of an earlier call required a gradient, and whether that of the last call, unlike it, does not.
+    # `required_grad`: the input of some call has required a gradient. `lacks_grad`: the input of the last call requires
+    # no gradient, and `required_grad` holds or the call is the first.
     required_grad = lacks_grad = False
 
     def __init__(self, caller: Caller, group: dist.ProcessGroup, rank: ThisRank) -> None:
         self.caller, self.rank, self.group_state, self.num_calls = ref(caller), rank, _group_state(group), 0
         # The number of this site among those of the group on this rank, from 1.
         self.index = self.group_state.num_sites = self.group_state.num_sites + 1
-        self.all_to_all_size = all_to_all_size(group)
+        self.all_to_all_size = internals.all_to_all_size(group)
         self.syncbn_name = caller._syncbn_name
         root, path = self.syncbn_name or ("", "")
         self.name = quote_path(path) or type(caller).__name__
@@ -190,8 +216,7 @@ class Site(CopiedAsNone):
     def set_instance_number(self, number: int) -> None:
         """Use this new instance number for the signatures of all later calls."""
         self.instance_number = self.group_state.last_instance_number[self.layer] = number
-        identity, settings = f"{self.layer} {number}", self.signatures.settings
-        self.signatures = Signatures(self.group_state.num_ranks, identity, settings)
+        self.signatures = Signatures(self.group_state.num_ranks, f"{self.layer} {number}", self.signatures.settings)
 
 
 def site_of(caller: Caller, group: dist.ProcessGroup) -> Site:
@@ -209,7 +234,8 @@ def site_of(caller: Caller, group: dist.ProcessGroup) -> Site:
             _warn_of_broadcast(caller, state.ranks)
             _warn_of_shared_memory(caller)
         site = state.sites[caller] = Site(caller, group, rank)
-    settings = layer_settings(caller)
+    is_layer = isinstance(caller, torch.nn.Module)
+    settings = {name: text(getattr(caller, name, False)) for name, text in SETTINGS.items()} if is_layer else {}
     if site.signatures.settings != settings:
         site.signatures = Signatures(state.num_ranks, site.signatures.identity, settings)
     return site
@@ -217,6 +243,7 @@ def site_of(caller: Caller, group: dist.ProcessGroup) -> Site:
 
 def _after_fork() -> None:
     """Clear the references to the groups of the parent process, which do not work here. `site_of` then raises."""
+    after_fork()
     for state in _group_states.values():
         state.group = lambda: None
 
@@ -231,7 +258,7 @@ def _require_one_stage(ranks: list[int]) -> None:
     the next stage waits for the output of this stage."""
     frame = find_frame("torch.distributed.pipelining.stage")
     stage: Any = None if frame is None else frame.f_locals.get("self")
-    if not is_pipeline_stage(stage):
+    if not internals.is_pipeline_stage(stage):
         return
     pipeline = dist.get_process_group_ranks(stage.group or dist.group.WORLD)
     if len({*ranks} & {*pipeline}) > 1:
@@ -243,7 +270,7 @@ def _require_one_stage(ranks: list[int]) -> None:
 
 def _warn_of_broadcast(layer: torch.nn.Module, ranks: list[int]) -> None:
     """Warn if DistributedDataParallel broadcasts the running statistics of its first rank to ranks of other groups."""
-    ddp = broadcasting_ddp(getattr(layer, "running_mean", None))
+    ddp = internals.broadcasting_ddp(getattr(layer, "running_mean", None))
     if ddp is not None and not {*ranks}.issuperset(dist.get_process_group_ranks(ddp.process_group)):
         what = f"layers share their statistics over {format_ranks(ranks)} alone, but DistributedDataParallel"
         copies = "broadcasts the running statistics of its first rank to all of its ranks before each forward"
@@ -253,8 +280,8 @@ def _warn_of_broadcast(layer: torch.nn.Module, ranks: list[int]) -> None:
 
 def _warn_of_shared_memory(layer: torch.nn.Module) -> None:
     """Warn if several ranks may update the same running_mean. (On a GPU is_shared() is always True.)"""
-    buffers = [buffer for buffer in layer.buffers(recurse=False) if type(buffer) in PLAIN_CLASSES]
-    if any(buffer.is_cpu and not is_wrapped(buffer) and buffer.is_shared() for buffer in buffers):
+    buffers = [buffer for buffer in layer.buffers(recurse=False) if type(buffer) in internals.PLAIN_CLASSES]
+    if any(buffer.is_cpu and not internals.is_wrapped(buffer) and buffer.is_shared() for buffer in buffers):
         where = "in memory that processes share, as for a model that is passed to torch.multiprocessing.spawn"
         what = "If ranks share them, every rank updates them, and the weights, in every step"
         remedy = "Build the model in the function that spawn starts, or copy.deepcopy it there before the conversion"

@@ -461,7 +461,7 @@ def test_a_call_on_one_rank_alone(ranks: Ranks, reports: Reports) -> None:
     if ranks.rank == 1:
         reports.wait_for(
             rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has not been seen\nPossible causes:\n"
-            r"- A rank has called the model once more, .*call model\.eval\(\) before\.\n"
+            r"- A rank has called the model once more, .*call model\.eval\(\) first\.\n"
         )
     layer(x)
     dist.barrier()
@@ -612,11 +612,11 @@ def test_ages_are_reported(reader: ThisRank) -> None:
 
 def test_the_causes_of_an_abort_by_gloo(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process ends without a word of syncbn, for example when one rank alone validates in training mode."""
-    monkeypatch.setattr(report, "process_state", lambda process: f"its process ({process}) has ended")
+    monkeypatch.setattr(positions, "process_state", lambda process: f"its process ({process}) has ended")
     others = write_as_others(reader, AFTER_CALL_7._replace(process=7, host=positions.this_host()))
     text = report.report_positions(reader, None)
     assert f"{others}: last seen after bn forward, call 7; its process (7) has ended\n" in text
-    assert re.search(r"gloo::EnforceNotMet.*\n- .*once more, .* validate .* model\.eval\(\) before\.\n- ", text), text
+    assert re.search(r"gloo::EnforceNotMet.*\n- .*once more, .* validate .* model\.eval\(\) first\.\n- ", text), text
 
 
 @pytest.mark.parametrize(("change", "line"), [({"departure": "has left"}, "has left"), ({"process": 8}, "has not")])
@@ -631,7 +631,7 @@ def test_a_position_that_changes_while_it_is_read(
         write_as_others(reader, written._replace(**change))
         return f"its process ({process}) has ended"
 
-    monkeypatch.setattr(report, "process_state", process_state)
+    monkeypatch.setattr(positions, "process_state", process_state)
     write_as_others(reader, written)
     where = report.report_positions(reader, None)
     assert line in where
@@ -682,6 +682,43 @@ def test_default_groups_one_after_another_leave_nothing(ranks: Ranks, monkeypatc
     assert store.num_keys() == 2  # the position, and how the layer was called last
 
 
+def test_an_old_default_group_that_is_released_late(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the old group does not overwrite the position of this rank in the new group. Readers would then ignore
+    all values of this rank, and report ranks that differ where layers only get new numbers."""
+    store = dist.PrefixStore("released late", voting.world.store)
+    monkeypatch.setattr(positions, "default_store", lambda: store)
+    voting.world.make_anew()
+    watchdog.this_rank()
+    old_group = dist.group.WORLD  # as a DistributedDataParallel or a traceback holds it
+    voting.world.make_anew()
+    rank = watchdog.this_rank()
+    rank.write("a key", 1)
+    del old_group
+    gc.collect()
+    assert rank.read([rank.rank], "a key") == [1]
+    dist.barrier()
+
+
+def test_a_report_waits_for_its_own_thread(ranks: Ranks) -> None:
+    """The program and the watchdog may begin a report at once, and the last of them replaces `report_thread`."""
+    rank, ended = watchdog.this_rank(), list[bool]()
+
+    def call() -> None:
+        rank.report_thread = threading.Thread()
+        time.sleep(0.5)
+        ended.append(True)
+
+    assert report.call_store(rank, call, 60.0)
+    assert ended
+
+
+def test_an_error_that_cannot_be_recorded(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program gets its own error, not that of the store or of a thread."""
+    monkeypatch.setattr(watchdog, "this_rank", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+    with pytest.raises(ValueError, match="got -1"):
+        syncbn.create_syncbn_process_group(-1)
+
+
 def stopped_store(ends: threading.Event | None) -> mock.Mock:
     """Return a store whose process is stopped until the event, and then ends. None: the process has ended."""
 
@@ -706,7 +743,7 @@ def test_ranks_that_differ_while_the_store_does_not_answer(
     layer(x)
     ends = threading.Event()
     monkeypatch.setattr(layer._syncbn_site.rank, "store", stopped_store(ends if is_stopped else None))
-    title = r"^syncbn: the ranks differ in a layer, call, setting or dtype, and not all have reported theirs\.\n"
+    title = r"^syncbn: the ranks differ in layer, call, settings or dtype, and not all ranks have reported\.\n"
     own = rf"rank {ranks.rank}: in SyncBatchNorm forward, call 2\n"
     other = rf"rank {1 - ranks.rank}: not known, as the process group's store does not answer\n"
     with pytest.raises(RanksDifferError, match=f"{title}({own}{other}|{other}{own})"):

@@ -51,7 +51,7 @@ def model(player: Player) -> Model:
 @pytest.fixture
 def use_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Let the layers run on the stream with this number from now on; on None, which captures a CUDA graph."""
-    return lambda stream: monkeypatch.setattr(calls, "stream_handle", lambda device: stream)
+    return lambda stream: monkeypatch.setattr(calls.internals, "stream_handle", lambda device: stream)
 
 
 def statuses(layer: syncbn.SyncBatchNorm) -> dict[int | None, status.StreamStatus]:
