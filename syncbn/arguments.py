@@ -93,8 +93,8 @@ class Options(CopiedAsNone):
     num_channels: int | None = None  # num_features of a layer: the expected C if there are no per-channel tensors.
     check_input_dim: DimCheck = NO_DIM_CHECK
     process_group: GroupSpec = None
-    channel_last: bool = False  # An argument of layers, whose `channel_dim` is -1 if it is True.
-    track_running_stats: bool = True  # An argument of layers.
+    channel_last: bool = False  # set by layers; True goes with channel_dim=-1
+    track_running_stats: bool = True  # set by layers; kept here so that `check` sees it
     layer_values: tuple[object, ...] = ()  # The values from which a layer has built these options.
     # The options on which kernels depend. None if an option has an unusual type: no kernels are cached.
     cache_key: tuple[object, ...] | None = field(init=False)

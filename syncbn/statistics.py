@@ -15,7 +15,7 @@ from torch import Tensor
 from syncbn.torch_internals import (
     constant_in_graphs,
     copy_together,
-    current_backward,
+    inside_backward,
     inside_functorch,
     inside_vmap,
     is_compiling,
@@ -107,7 +107,7 @@ def update_buffers(
     if counter is not None:
         buffers.append(counter)
         values.append(counter + 1)
-    if not buffers or not (is_compiling() or current_backward() == -1):
+    if not buffers or (not is_compiling() and inside_backward()):
         return
     together = not is_exporting() if is_compiling() else inside_functorch() and not inside_vmap()
     if together:

@@ -106,7 +106,7 @@ def test_what_is_left_alone_is_named_in_one_warning() -> None:
     classes = {name: type(module) for name, module in model.items()}
     assert re.fullmatch(
         r"syncbn did not convert these layers: 1 SubclassOfSyncBatchNorm \(a\): communicates by itself; "
-        r"leave out the conversion that made it, or derive the class from nn.BatchNorm2d; "
+        r"leave out the conversion that made it, or derive from nn.BatchNorm1d, 2d or 3d; "
         r"1 BatchNormAct2d \(b\): .* rename channel_last; 1 \w*Module \(c\): is part of a scripted .*; "
         r"2 HeteroBatchNorm \(d, e\.0\): may use the statistics of its batch; if so, let its forward call .*; "
         r"1 \w*Module \(exported\.0\): is part of a scripted or exported model; convert before .*; "

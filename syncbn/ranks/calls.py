@@ -46,8 +46,8 @@ from syncbn.torch_internals import (
     PLAIN_CLASSES,
     all_to_all_size,
     constant_in_graphs,
-    current_backward,
     current_dispatch_mode,
+    inside_backward,
     is_compiling,
     is_exporting,
     is_jit_tracing,
@@ -371,7 +371,7 @@ def select_call(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Call:
             "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm over ranks"
         )
         raise recorded(RuntimeError(f"{what}: call syncbn.revert_syncbn_model(model) first, or model.eval()"))
-    return eager_call(spec, caller, input, current_backward() != -1)
+    return eager_call(spec, caller, input, inside_backward())
 
 
 def eager_call(spec: GroupSpec, caller: Caller, input: object, in_backward: bool = False) -> Call:
