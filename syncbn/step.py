@@ -44,14 +44,7 @@ from syncbn.ranks.calls import eager_call, record_ranks, select_call
 from syncbn.ranks.sites import Caller
 from syncbn.statistics import update_buffers
 from syncbn.torch_batch_norm import train_one_rank
-from syncbn.torch_internals import (
-    PLAIN_OR_NONE,
-    direct_apply,
-    inside_backward,
-    is_eager,
-    is_traced,
-    profiler_range,
-)
+from syncbn.torch_internals import PLAIN_OR_NONE, direct_apply, inside_backward, is_eager, is_traced, profiler_range
 
 
 def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range: bool = False) -> tuple[Tensor, Tensor]:
@@ -175,8 +168,7 @@ class _Step(torch.autograd.Function):
             x, _, _, y = saved = ctx.saved_tensors  # saved_tensors_hooks and activation checkpointing run here.
             # A profiler shows this node as _StepBackward, so no range is opened.
             if ctx.kernels.is_direct and is_eager(dy) and not torch.is_grad_enabled():
-                if dy.stride() != x.stride():
-                    dy = config.layout.dense(dy)
+                dy = dy if dy.stride() == x.stride() else config.layout.dense(dy)
                 kernels = backward_cache.get((ctx.kernels, needed), (dy, *saved), config, needed)
             if kernels is None:
                 return *gradients(config, dy, saved, needed, call), None

@@ -404,3 +404,20 @@ def test_a_revert_names_the_layers_that_compute_something_else() -> None:
         syncbn.revert_syncbn_model(model)
     assert all(type(layer) is nn.BatchNorm1d for layer in model)
     assert not {"fuse_relu", "channel_last"} & {*vars(model[1]), *vars(model[2])}
+
+
+@pytest.mark.parametrize(("name", "value"), [("channel_last", torch.tensor([1, 0])), ("fuse_relu", "no"),
+                                             ("track_running_stats", "no")])  # fmt: skip
+def test_flags_of_a_layer_that_calls_f_batch_norm_are_checked(name: str, value: object) -> None:
+    """Its call of F.batch_norm goes to `train` with the flags of the layer."""
+    layer = syncbn.convert_syncbn_model(BatchNormAct2d(3))
+    setattr(layer, name, value)
+    with pytest.raises(TypeError, match=f"{name} must be a bool, got"):
+        layer(torch.ones(2, 3, 2, 2))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_call_that_stays_torchs_returns_no_view(training: bool) -> None:
+    """An in-place relu after it would be recorded as a change of a view."""
+    layer = syncbn.convert_syncbn_model(Frozen(3)).train(training)
+    assert not layer(torch.ones(2, 3, 2, 2, requires_grad=True))._is_view()

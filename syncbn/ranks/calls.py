@@ -89,14 +89,22 @@ class Call(ABC):
             self.warn_unless_finite(kernels.forward_sums(x))
         return y, statistics
 
-    def backward(self, kernels: BackwardKernels, dy: Tensor, saved: Saved) -> Gradients:
+    def backward(
+        self, kernels: BackwardKernels, dy: Tensor, saved: Saved, num_values: Tensor | None = None
+    ) -> Gradients:
         """Return the gradients of x, weight, bias and, if a relu follows the residual, of the residual: local sums, one
         all_reduce, outputs. The all_reduce is issued whichever gradients are needed, because another rank may need the
-        sums."""
+        sums.
+
+        If the n in the saved statistics is a placeholder of 1, `num_values` is the n of this rank, of shape (). The
+        total is then divided by the n of all ranks.
+        """
         status_words = self.status_words("backward", dy) if dy.is_cuda else None
         signature = self.signature("backward") if self.reads_trailer else (UNSIGNED, None)
         sums, grad_weight, grad_bias = kernels.backward_sums(dy, saved, *signature)
+        sums = sums if num_values is None else payload.with_num_values(sums, num_values)
         total = (self.all_reduce if kernels.is_direct else self.dispatched_all_reduce)(sums, "backward", status_words)
+        total = total if num_values is None else total / payload.num_values(total).clamp(min=1)
         grad_x, grad_residual = kernels.backward_outputs(dy, saved, total, status_words)
         return grad_x, grad_weight, grad_bias, grad_residual
 
