@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncbn import torch_internals as internals
 from syncbn.arguments import Options, Tensors, check_training, require_float64
 from syncbn.bad_argument import check_on_all_ranks, raise_on_all_ranks
 from syncbn.dispatched import dispatched_back_end, gradients, normalize
@@ -44,7 +45,7 @@ from syncbn.ranks.calls import eager_call, record_ranks, select_call
 from syncbn.ranks.sites import Caller
 from syncbn.statistics import update_buffers
 from syncbn.torch_batch_norm import train_one_rank
-from syncbn.torch_internals import PLAIN_OR_NONE, direct_apply, inside_backward, is_eager, is_traced, profiler_range
+from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, is_traced, profiler_range
 
 
 def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range: bool = False) -> tuple[Tensor, Tensor]:
@@ -55,7 +56,7 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
     """
     if not (in_profiler_range or is_eager()):
         return _train_watched(tensors, options, caller)
-    arguments, in_backward = (tensors, options, caller), inside_backward()
+    arguments, in_backward = (tensors, options, caller), current_backward() != -1  # `inside_backward`, inlined
     wrap = found = call = None
     try:
         if not {*map(type, tensors)} <= PLAIN_OR_NONE:
@@ -101,7 +102,7 @@ def _train_dispatched(tensors: Tensors, options: Options, caller: Caller) -> tup
     call = None
     try:
         tensors, options, wrap = unwrap(tensors, options)
-        call = eager_call(options.process_group, caller, tensors.input, inside_backward())
+        call = eager_call(options.process_group, caller, tensors.input, internals.inside_backward())
         options = check_training(tensors, options, caller)
         config = forward_config(tensors, options)
         back_end = dispatched_back_end(config, *tensors.differentiable())

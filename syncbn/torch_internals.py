@@ -25,12 +25,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 is_compiling = torch.compiler.is_compiling
 is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-_current_backward: Callable[[], int] = torch._C._current_graph_task_id
+current_backward: Callable[[], int] = torch._C._current_graph_task_id  # the id of the running backward, or -1
 
 
 def inside_backward() -> bool:
     """Return whether a backward runs in this thread, for example during a recompute of activation checkpointing."""
-    return _current_backward() != -1
+    return current_backward() != -1
 
 
 # Whether a torch.func transform is active. The tensors of a transform have no memory.

@@ -89,9 +89,7 @@ class Call(ABC):
             self.warn_unless_finite(kernels.forward_sums(x))
         return y, statistics
 
-    def backward(
-        self, kernels: BackwardKernels, dy: Tensor, saved: Saved, num_values: Tensor | None = None
-    ) -> Gradients:
+    def backward(self, kernels: BackwardKernels, dy: Tensor, saved: Saved, num_values: Any = None) -> Gradients:
         """Return the gradients of x, weight, bias and, if a relu follows the residual, of the residual: local sums, one
         all_reduce, outputs. The all_reduce is issued whichever gradients are needed, because another rank may need the
         sums.
