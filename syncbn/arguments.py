@@ -14,19 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncbn import torch_internals as internals
 from syncbn.kernels.select import reason_forced
 from syncbn.ranks.groups import GroupSpec
 from syncbn.ranks.sites import FLAGS, CopiedAsNone, to_bool, validate_environment
 from syncbn.statistics import supports_float64
 from syncbn.texts import shorten
-from syncbn.torch_internals import (
-    PLAIN_CLASSES,
-    is_compiling,
-    is_wrapped,
-    is_zero_tensor,
-    overlaps_itself,
-    require_storage,
-)
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PER_CHANNEL_NAMES = "running_mean", "running_var", "weight", "bias"
@@ -93,8 +86,8 @@ class Options(CopiedAsNone):
     num_channels: int | None = None  # num_features of a layer: the expected C if there are no per-channel tensors.
     check_input_dim: DimCheck = NO_DIM_CHECK
     process_group: GroupSpec = None
-    channel_last: bool = False  # An argument of layers, whose `channel_dim` is -1 if it is True.
-    track_running_stats: bool = True  # An argument of layers.
+    channel_last: bool = False  # set by layers; True goes with channel_dim=-1
+    track_running_stats: bool = True  # set by layers; kept here so that `check` sees it
     layer_values: tuple[object, ...] = ()  # The values from which a layer has built these options.
     # The options on which kernels depend. None if an option has an unusual type: no kernels are cached.
     cache_key: tuple[object, ...] | None = field(init=False)
@@ -106,7 +99,7 @@ class Options(CopiedAsNone):
         key = momentum, self.eps, self.relu, self.channel_dim, self.num_channels, self.check_input_dim
         classes = type(self.momentum) in PLAIN_MOMENTUM_TYPES, *map(type, key[1:4])
         are_bools = type(self.channel_last) is type(self.track_running_stats) is bool
-        is_plain = not is_compiling() and are_bools and classes == (True, float, bool, int)
+        is_plain = not internals.is_compiling() and are_bools and classes == (True, float, bool, int)
         is_plain = is_plain and type(self.num_channels) in (int, NoneType)
         object.__setattr__(self, "cache_key", key if is_plain and self.check_input_dim in TORCH_DIM_CHECKS else None)
 
@@ -144,7 +137,7 @@ def check_training(tensors: Tensors, options: Options, layer: object) -> Options
     """Check all arguments of a training step, and return the options with eps and momentum as floats. **Raises** any
     error of the checks below or of a subclass's `_check_input_dim`."""
     check(tensors, options, layer)
-    if not is_compiling():
+    if not internals.is_compiling():
         reason_forced()  # checks SYNCBN_KERNELS
         validate_environment()
         check_storage(tensors)
@@ -175,7 +168,7 @@ def check(tensors: Tensors, options: Options, layer: object) -> None:
 
 def check_saved(tensors: Tensors) -> None:
     """**Raises** ValueError if autograd would have to save an inference tensor, which it cannot do."""
-    if is_compiling() or torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+    if internals.is_compiling() or torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         return
     inputs = tensors.input, tensors.weight, tensors.bias, tensors.z
     if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs):
@@ -263,7 +256,7 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
     if tensor.dtype not in SUPPORTED_DTYPES:
         remedy = f"a mask is passed as mask=, not as {name}" if tensor.dtype is torch.bool else "convert it first"
         raise TypeError(f"expected {name} to be a float tensor, got {tensor.dtype}; {remedy}")
-    if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
+    if type(tensor) not in internals.PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
         remedy = DTENSOR_REMEDY if tensor.ndim > 1 else PARAMETER_REMEDY
         raise TypeError(f"{name} is a DTensor; {remedy.format(name)}")
     if tensor.is_nested:
@@ -275,7 +268,7 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
 
 def check_storage(tensors: Iterable[Tensor | None]) -> None:
     """**Raises** RuntimeError if the storage of a plain tensor was freed."""
-    require_storage([tensor for tensor in tensors if _is_plain(tensor)])
+    internals.require_storage([tensor for tensor in tensors if _is_plain(tensor)])
 
 
 def check_writable(name: str, buffer: Tensor | None) -> None:
@@ -287,8 +280,8 @@ def check_writable(name: str, buffer: Tensor | None) -> None:
         got = f"a tensor of {buffer.dtype}" if isinstance(buffer, Tensor) else shorten(buffer)
         raise TypeError(f"expected {name} to be a tensor of numbers, got {got}; use torch.tensor(0)")
     reasons = {
-        "several of its elements share one memory location, as after expand()": overlaps_itself(buffer),
-        "it is a tensor of zeros without memory": is_zero_tensor(buffer),
+        "several of its elements share one memory location, as after expand()": internals.overlaps_itself(buffer),
+        "it is a tensor of zeros without memory": internals.is_zero_tensor(buffer),
         "it was made in torch.inference_mode()": buffer.is_inference() and not torch.is_inference_mode_enabled(),
     }
     for reason, holds in reasons.items():
@@ -305,7 +298,7 @@ def require_float64(x: Tensor) -> None:
 
 def _is_plain(tensor: object) -> TypeGuard[Tensor]:
     """Return whether this is a Tensor or Parameter that torch.func has not wrapped."""
-    return type(tensor) in PLAIN_CLASSES and isinstance(tensor, Tensor) and not is_wrapped(tensor)
+    return type(tensor) in internals.PLAIN_CLASSES and isinstance(tensor, Tensor) and not internals.is_wrapped(tensor)
 
 
 def check_device(name: str, tensor: Tensor, x: Tensor) -> None:

@@ -18,37 +18,19 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from syncbn import payload, second_derivatives
+from syncbn import second_derivatives
+from syncbn import torch_internals as internals
 from syncbn.arguments import Options, Tensors
 from syncbn.inputs import is_plain_subclass, unwrap_tensor
 from syncbn.kernel_cache import backward_config, forward_config
-from syncbn.kernels import reference, select
-from syncbn.kernels.interface import (
-    BackEnd,
-    BackwardConfig,
-    BackwardKernels,
-    ForwardConfig,
-    GradientPair,
-    Gradients,
-    Needed,
-    ReluMask,
-    Saved,
-    StatusWords,
-)
+from syncbn.kernels import interface, reference, select
+from syncbn.kernels.interface import BackEnd, ForwardConfig, Gradients, Needed, Saved
 from syncbn.ranks.calls import Call
-from syncbn.torch_internals import (
-    constant_in_graphs,
-    inside_functorch,
-    is_compiling,
-    is_exporting,
-    is_transformed,
-    profiler_range,
-)
 
 StaticArguments: TypeAlias = tuple[ForwardConfig, Call]  # the first argument of a Function
 
 
-def dispatched_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *others: Tensor | None) -> BackEnd:
+def dispatched_back_end(config: ForwardConfig | interface.BackwardConfig, x: Tensor, *others: Tensor | None) -> BackEnd:
     """Select operators.py or reference.py for a call with the tensors x and `others`.
 
     Tensor subclasses and exported programs get torch operations. Calls under vmap or forward mode also get torch
@@ -64,20 +46,20 @@ def dispatched_back_end(config: ForwardConfig | BackwardConfig, x: Tensor, *othe
     """
     if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return reference
-    if is_compiling():
+    if internals.is_compiling():
         in_function = not torch.is_grad_enabled() or requires_grad(x, *others)
-        if not in_function or is_exporting() or select.reason_unavailable(x.device, compiling=True):
+        if not in_function or internals.is_exporting() or select.reason_unavailable(x.device, compiling=True):
             return reference
-    elif is_transformed(x, *others) or select.fast_path_back_end(config) is None:
+    elif internals.is_transformed(x, *others) or select.fast_path_back_end(config) is None:
         return reference
     from syncbn.kernels import operators  # The import registers the operators.
 
-    if is_compiling():
+    if internals.is_compiling():
         _register_with_inductor()
     return operators
 
 
-@constant_in_graphs
+@internals.constant_in_graphs
 def _register_with_inductor() -> None:
     """Register the operators with Inductor. If Inductor's private names have changed, it inserts extra copies."""
     with contextlib.suppress(ImportError, AttributeError, TypeError):
@@ -95,10 +77,10 @@ def apply_function(
     rules and the Function has none. Also call it directly in a compiled graph in which no tensor requires grad: there
     Dynamo (torch 2.13) would pass a context to the forward, which has no parameter for it.
     """
-    if is_compiling():
+    if internals.is_compiling():
         differentiates = torch.is_grad_enabled() and requires_grad(*tensors)
     else:
-        differentiates = not is_transformed(*tensors)
+        differentiates = not internals.is_transformed(*tensors)
     run = function.apply if differentiates else function.forward
     outputs: tuple[Tensor, ...] = run(static, *tensors)  # type: ignore[no-untyped-call]
     return outputs
@@ -135,42 +117,19 @@ def gradients(
         dy = unwrap_tensor(dy)
 
     def dense(tensor: Tensor) -> Tensor:  # If a graph reads the strides of dy, Dynamo makes dy contiguous.
-        return tensor if is_compiling() else config.layout.dense(tensor)
+        return tensor if internals.is_compiling() else config.layout.dense(tensor)
 
     y = None if y is None else dense(y.to(dy.dtype))
     saved = dense(x.to(dy.dtype)), weight, statistics.double().contiguous(), y
     dy, of_backward = dense(dy), backward_config(config, dy, weight, needed)
-    with profiler_range("syncbn.backward"):
+    with internals.profiler_range("syncbn.backward"):
         if torch.is_grad_enabled():
             grads = second_derivatives.graph_gradients(config, of_backward, dy, saved, call)
         else:
             call.refuse_transforms(dy)
             kernels = dispatched_back_end(of_backward, *saved, dy).Backward(of_backward)
-            grads = call.backward(kernels if num_values is None else _WithNumValues(kernels, num_values), dy, saved)
+            grads = call.backward(kernels, dy, saved, num_values)
     return grads if unmasked_dy is None else (*grads[:3], unmasked_dy)
-
-
-class _WithNumValues(BackwardKernels):
-    """Backward kernels for statistics whose n is a placeholder of 1: the payloads contain the n of the ranks, and the
-    total is divided by their sum."""
-
-    is_direct = False
-
-    def __init__(self, kernels: BackwardKernels, num_values: Tensor) -> None:
-        super().__init__(kernels.config)
-        self.kernels, self.num_values = kernels, num_values
-
-    def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = payload.UNSIGNED, call_id: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        sums, grad_weight, grad_bias = self.kernels.backward_sums(dy, saved, signature, call_id)
-        return payload.with_num_values(sums, self.num_values), grad_weight, grad_bias
-
-    def backward_outputs(
-        self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
-    ) -> GradientPair:
-        total = total / payload.num_values(total).clamp(min=1)
-        return self.kernels.backward_outputs(dy, saved, total, status_words)
 
 
 class _DispatchedStep(torch.autograd.Function):
@@ -195,12 +154,13 @@ class _DispatchedStep(torch.autograd.Function):
         y, statistics = output
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, statistics, y if ctx.config.relu_mask is ReluMask.FROM_Y else None)
+        ctx.save_for_backward(x, weight, statistics, y if ctx.config.relu_mask is interface.ReluMask.FROM_Y else None)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:5]
-        if is_compiling() and inside_functorch():  # Dynamo does not know what torch.func differentiates.
+        # Dynamo does not know what torch.func differentiates.
+        if internals.is_compiling() and internals.inside_functorch():
             needed = True, True, True, ctx.config.has_residual
         with ctx.call.recording_errors():
             return None, *gradients(ctx.config, dy, ctx.saved_tensors, needed, ctx.call), None

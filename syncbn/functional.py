@@ -5,16 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import payload
-from syncbn.arguments import (
-    Options,
-    Tensors,
-    check_channels,
-    check_input,
-    check_like_input,
-    check_storage,
-    require_float64,
-)
+from syncbn import arguments, payload
+from syncbn.arguments import Options, Tensors, check_channels, check_input, check_like_input, check_storage
 from syncbn.bad_argument import check_on_all_ranks, raise_on_all_ranks
 from syncbn.dispatched import StaticArguments, apply_function, dispatched_back_end, gradients
 from syncbn.inputs import apply_mask, make_dense, unwrap
@@ -171,7 +163,7 @@ def batch_norm_backward(
         check_like_input("grad_output", grad_output, input)
         per_channel = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
         check_channels(input, channel_dim, None, per_channel)
-        require_float64(input)
+        arguments.require_float64(input)
         if not is_compiling():
             check_storage((grad_output, input, *per_channel.values()))
         reason_forced()  # checks SYNCBN_KERNELS

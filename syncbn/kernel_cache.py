@@ -13,29 +13,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from syncbn import torch_internals as internals
 from syncbn.arguments import Options, Tensors, check
-from syncbn.kernels.interface import (
-    BackwardConfig,
-    BackwardKernels,
-    ForwardConfig,
-    ForwardKernels,
-    Needed,
-    ReluMask,
-    num_statistics,
-)
+from syncbn.kernels import interface
+from syncbn.kernels.interface import BackwardConfig, BackwardKernels, ForwardConfig, ForwardKernels, Needed
 from syncbn.kernels.layout import Layout
 from syncbn.kernels.select import fast_path_back_end
 from syncbn.ranks.sites import validate_environment
-from syncbn.torch_internals import (
-    PLAIN_OR_NONE,
-    Guard,
-    any_freed,
-    guards_work,
-    is_batched_gradient,
-    is_wrapped,
-    is_zero_tensor,
-    make_guard,
-)
 
 Value = TypeVar("Value")
 
@@ -55,7 +39,7 @@ class Cache(Generic[Value]):
 
     def __init__(self, select: Callable[..., Value | None]) -> None:
         self.select: Callable[..., Value | None] = select
-        self.entries: dict[tuple[object, ...], tuple[tuple[Guard, Value], ...]] = {}
+        self.entries: dict[tuple[object, ...], tuple[tuple[internals.Guard, Value], ...]] = {}
 
     def get(self, call_key: Hashable, tensors: tuple[Any, ...], *arguments: Any) -> Value | None:
         """Return the cached value whose guard accepts the tensors, which are plain tensors or None. If no guard accepts
@@ -73,7 +57,7 @@ class Cache(Generic[Value]):
                 # A guard does not detect freed storage. data_ptr() of a tensor in freed storage is the storage offset
                 # in bytes: 0, or more if the tensor is a view, for example of a flat parameter.
                 may_be_freed = 0 in map(Tensor.data_ptr, present) or {*map(Tensor.storage_offset, present)} != {0}
-                return None if may_be_freed and any_freed(present) else value
+                return None if may_be_freed and internals.any_freed(present) else value
         return self._select(key, tensors, arguments)
 
     def _select(self, key: tuple[Any, ...], tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Value | None:
@@ -82,10 +66,10 @@ class Cache(Generic[Value]):
             if tensor is not None and id(tensor) in map(id, tensors[:index]):  # A guard rejects a repeated tensor.
                 return self.get(key[0], (*tensors[:index], tensor.detach(), *tensors[index + 1 :]), *arguments)
         selected = self.select(tensors, *arguments)
-        if selected is not None and guards_work():
+        if selected is not None and internals.guards_work():
             if len(self.entries) >= MAX_KEYS:
                 self.entries.clear()
-            guard = make_guard(*filter(_is_present, tensors))
+            guard = internals.make_guard(*filter(_is_present, tensors))
             self.entries[key] = ((guard, selected), *self.entries.get(key, ()))[:MAX_ENTRIES_PER_KEY]
         return selected
 
@@ -118,12 +102,12 @@ def _select_backward(tensors: tuple[Any, ...], forward: ForwardConfig, needed: N
     tensors: x, weight, statistics and y (or None). Return None if kernels cannot use a tensor, for example because
     saved_tensors_hooks have changed its dtype or device."""
     dy, x, weight, statistics, y = tensors
-    if not (PLAIN_OR_NONE.issuperset(map(type, tensors)) and _are_readable(tensors)):
+    if not (internals.PLAIN_OR_NONE.issuperset(map(type, tensors)) and _are_readable(tensors)):
         return None
     channels = forward.layout.sizes[1]
     if any(tensor is not None and _metadata(tensor) != _metadata(dy) for tensor in (x, y)):
         return None
-    if _metadata(statistics) != ((num_statistics(channels, forward.relu_mask),), torch.float64, dy.device):
+    if _metadata(statistics) != ((interface.num_statistics(channels, forward.relu_mask),), torch.float64, dy.device):
         return None
     if weight is not None and (weight.shape, weight.device) != ((channels,), dy.device):
         return None
@@ -153,7 +137,7 @@ def backward_config(config: ForwardConfig, dy: Tensor, weight: Tensor | None, ne
     return BackwardConfig(
         config.layout, dy.dtype, dy.device, config.relu_mask, weight_dtype,
         weight_dtype if needed[1] else None, config.bias_dtype if needed[2] else None,
-        needs_x=needed[0], needs_residual=needed[3] and config.relu_mask is ReluMask.FROM_Y,
+        needs_x=needed[0], needs_residual=needed[3] and config.relu_mask is interface.ReluMask.FROM_Y,
         single_rank=config.single_rank,
     )  # fmt: skip
 
@@ -162,13 +146,11 @@ def _are_readable(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether kernels can read each tensor at its data pointer, and autograd can save each tensor (an inference
     tensor only in inference mode)."""
     present = [tensor for tensor in tensors if tensor is not None]
-    if any(
-        t.layout != torch.strided or t.is_neg() or is_zero_tensor(t) or is_wrapped(t) or is_batched_gradient(t)
-        for t in present
-    ):
+    checks = Tensor.is_neg, internals.is_zero_tensor, internals.is_wrapped, internals.is_batched_gradient
+    if any(tensor.layout != torch.strided or any(check(tensor) for check in checks) for tensor in present):
         return False
     has_inference = any(tensor.is_inference() for tensor in present) and not torch.is_inference_mode_enabled()
-    return not (has_inference or any_freed(present))
+    return not (has_inference or internals.any_freed(present))
 
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:

@@ -21,7 +21,7 @@ from syncbn.statistics import from_sums, to_sums, update_buffers
 from syncbn.step import train
 from syncbn.texts import quote_path
 from syncbn.torch_batch_norm import evaluate
-from syncbn.torch_internals import PLAIN_CLASSES, TORCH_FORWARD, current_backward, is_compiling
+from syncbn.torch_internals import PLAIN_CLASSES, TORCH_FORWARD, inside_backward, is_compiling, set_attribute
 
 # The value of `_synchronised_ranks` while it is not known whether the forward of a subclass has synchronised.
 UNKNOWN_NUM_RANKS = 0
@@ -150,20 +150,17 @@ class SyncBatchNorm(_BatchNorm):
             options = {name: tensor for name, tensor in (("z", z), ("mask", mask)) if tensor is not None}
             return tracing.create_leaf(self, input.tracer, (input,), options)
         if self._torch_class is not None and self._torch_class.forward is not TORCH_FORWARD and z is mask is None:
-            from syncbn.convert import run_forward
+            from syncbn.subclasses import run_forward
 
             return run_forward(self, super().forward, input)
         options = self._current_options()
-        running_mean, running_var, counter = self.running_mean, self.running_var, None
-        if self.training:
-            counter = self.num_batches_tracked
-            if options.track_running_stats is False:  # An invalid value is not a bool; `train` raises its error.
-                running_mean = running_var = counter = None
-        tensors = Tensors(input, z, self.weight, self.bias, running_mean, running_var, counter, mask)
+        buffers = self.running_mean, self.running_var, self.num_batches_tracked
+        tensors = Tensors(input, z, self.weight, self.bias, *buffers, mask)
         try:
             if self.training:
-                train_layer = train if self._train_override is None else self._train_override
-                return train_layer(tensors, options, self)[0]
+                if options.track_running_stats is False:  # `train` raises the error if the value is not a bool.
+                    tensors = tensors.without_running_stats()
+                return (self._train_override or train)(tensors, options, self)[0]
             return evaluate(tensors, options, self)
         except (RuntimeError, TypeError, ValueError) as error:
             add_name(error, self)
@@ -180,13 +177,18 @@ class SyncBatchNorm(_BatchNorm):
         values = momentum, self.eps, self.num_features, check, self._process_group, *flags
         options = self._options
         if options is None or False in map(is_, values, options.layer_values):
-            channel_last, tracks, relu = map(to_bool, flags)
-            channel_dim = -1 if channel_last is True else 1
-            options = Options(momentum, self.eps, channel_dim, relu, *values[2:5], channel_last, tracks, values)
-            if not is_compiling():  # Dynamo would recompile the graph for an attribute that changes.
-                # object.__setattr__ bypasses a __setattr__ of a subclass, which may raise.
-                object.__setattr__(self, "_options", options)
-                object.__setattr__(self, "_syncbn_site", None)  # The signature of the site depends on the options.
+            options = self._set_options(values)
+        return options
+
+    def _set_options(self, values: tuple[Any, ...]) -> Options:
+        """Return options with these `layer_values`, and cache them."""
+        momentum, eps, num_channels, check, group, *flags = values
+        channel_last, tracks, relu = map(to_bool, flags)
+        dim = -1 if channel_last is True else 1
+        options = Options(momentum, eps, dim, relu, num_channels, check, group, channel_last, tracks, values)
+        if not is_compiling():  # Dynamo would recompile the graph for an attribute that changes.
+            set_attribute(self, "_options", options)
+            set_attribute(self, "_syncbn_site", None)  # The signature of the site depends on the options.
         return options
 
     def _replicate_for_data_parallel(self) -> Self:
@@ -200,10 +202,11 @@ class SyncBatchNorm(_BatchNorm):
     __prepare_scriptable__ = tracing.refuse_script  # torch.jit.script calls this method first.
 
     def extra_repr(self) -> str:
-        """Return the text of nn.BatchNorm, and the other arguments that differ from their defaults."""
+        """Return the text of nn.BatchNorm, "by syncbn", and the other arguments that differ from their defaults."""
         ours = {"process_group": self._process_group, "channel_last": self.channel_last, "fuse_relu": self.fuse_relu}
         theirs: str = super().extra_repr()  # type: ignore[no-untyped-call]
-        return theirs + "".join(f", {name}={value!r}" for name, value in ours.items() if value not in (None, False))
+        given = {name: value for name, value in ours.items() if value is not None and value is not False}
+        return f"{theirs}, by syncbn" + "".join(f", {name}={value!r}" for name, value in given.items())
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
@@ -327,13 +330,13 @@ class _Pool(CopiedAsNone):
         passed = running_mean, tensors.running_var, self.buffers[2] if tensors.counter is None else tensors.counter
         if False in map(is_, passed, self.buffers):
             error = ValueError(
-                "this call has other running statistics than the layer had when accumulate_running_stats began, and "
-                "only those are updated; pass self.running_mean and self.running_var to F.batch_norm, and no buffers "
-                "to functional_call"
+                "this call updates running statistics that are not those which the layer had when "
+                "accumulate_running_stats began; pass self.running_mean and self.running_var to F.batch_norm, and no "
+                "buffers to functional_call"
             )
             raise_on_all_ranks(error, tensors, options, layer, call=None)
         y, statistics = train(tensors.without_running_stats(), options, layer)
-        if current_backward() == -1:
+        if not inside_backward():
             sums = to_sums(statistics.detach(), len(running_mean))
             self.sums = sums if self.sums is None else self.sums + sums
         return y, statistics

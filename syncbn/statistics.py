@@ -12,21 +12,14 @@ All tensors of this module are packed or per-channel, so the cost does not depen
 import torch
 from torch import Tensor
 
-from syncbn.torch_internals import (
-    constant_in_graphs,
-    copy_together,
-    current_backward,
-    inside_functorch,
-    inside_vmap,
-    is_compiling,
-    is_exporting,
-)
+from syncbn import torch_internals as internals
+from syncbn.torch_internals import is_compiling
 
 N_COPIES = 4  # n is stored four times in the statistics, for the alignment of scale and shift
 FLOAT64_DEVICE_TYPES = "cpu", "cuda"  # device types known to support float64
 
 
-@constant_in_graphs
+@internals.constant_in_graphs
 def supports_float64(device: torch.device) -> bool:
     """Return whether the device supports float64. Apple's MPS and some Intel GPUs do not."""
     if device.type in FLOAT64_DEVICE_TYPES:
@@ -107,11 +100,11 @@ def update_buffers(
     if counter is not None:
         buffers.append(counter)
         values.append(counter + 1)
-    if not buffers or not (is_compiling() or current_backward() == -1):
+    if not buffers or (not is_compiling() and internals.inside_backward()):
         return
-    together = not is_exporting() if is_compiling() else inside_functorch() and not inside_vmap()
-    if together:
-        copy_together(buffers, values)
+    is_plain_transform = not is_compiling() and internals.inside_functorch() and not internals.inside_vmap()
+    if is_plain_transform or (is_compiling() and not internals.is_exporting()):
+        internals.copy_together(buffers, values)
     else:
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)

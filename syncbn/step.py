@@ -34,25 +34,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncbn import torch_internals as internals
 from syncbn.arguments import Options, Tensors, check_training, require_float64
 from syncbn.bad_argument import check_on_all_ranks, raise_on_all_ranks
 from syncbn.dispatched import dispatched_back_end, gradients, normalize
 from syncbn.inputs import apply_mask, make_dense, unwrap
 from syncbn.kernel_cache import backward_cache, forward_cache, forward_config
 from syncbn.kernels import reference
-from syncbn.kernels.interface import ForwardKernels
-from syncbn.ranks.calls import Call, eager_call, record_ranks, select_call
+from syncbn.ranks.calls import eager_call, record_ranks, select_call
 from syncbn.ranks.sites import Caller
 from syncbn.statistics import update_buffers
 from syncbn.torch_batch_norm import train_one_rank
-from syncbn.torch_internals import (
-    PLAIN_OR_NONE,
-    current_backward,
-    direct_apply,
-    is_eager,
-    is_traced,
-    profiler_range,
-)
+from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, is_traced, profiler_range
 
 
 def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range: bool = False) -> tuple[Tensor, Tensor]:
@@ -63,10 +56,10 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
     """
     if not (in_profiler_range or is_eager()):
         return _train_watched(tensors, options, caller)
-    arguments, in_backward = (tensors, options, caller), current_backward() != -1
+    arguments, in_backward = (tensors, options, caller), current_backward() != -1  # `inside_backward`, inlined
     wrap = found = call = None
     try:
-        if not PLAIN_OR_NONE.issuperset(map(type, tensors)):
+        if not {*map(type, tensors)} <= PLAIN_OR_NONE:
             tensors, options, wrap = unwrap(tensors, options)
         if in_backward:  # A recompute must not update the running statistics a second time.
             tensors = tensors.without_running_stats()
@@ -109,7 +102,7 @@ def _train_dispatched(tensors: Tensors, options: Options, caller: Caller) -> tup
     call = None
     try:
         tensors, options, wrap = unwrap(tensors, options)
-        call = eager_call(options.process_group, caller, tensors.input, current_backward() != -1)
+        call = eager_call(options.process_group, caller, tensors.input, internals.inside_backward())
         options = check_training(tensors, options, caller)
         config = forward_config(tensors, options)
         back_end = dispatched_back_end(config, *tensors.differentiable())
@@ -153,19 +146,16 @@ def _train_traced(tensors: Tensors, options: Options, caller: Caller) -> tuple[T
 
 
 class _Step(torch.autograd.Function):
-    """The node of the autograd graph: (x, weight, bias, residual, computed) -> y. `computed` contains y.
+    """The node of the autograd graph: (x, weight, bias, residual, computed) -> y.
 
-    The tensors in `computed` are wrapped in a tuple, because autograd treats each tensor argument as an input.
+    `computed` is (y, statistics, kernels, call): autograd does not treat tensors in a tuple as inputs.
 
     Saved for backward are x, weight, the statistics and, if relu is fused after a residual, y. The forward issues no
     collective. The backward issues one all_reduce, or two with create_graph=True; with one rank it issues none.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-        computed: tuple[Tensor, Tensor, ForwardKernels, Call],
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Any, residual: Tensor | None, computed: Any) -> Any:
         y, statistics, ctx.kernels, ctx.call = computed
         # y is saved for `ReluMask.FROM_Y`.
         ctx.save_for_backward(x, weight, statistics, y if residual is not None and ctx.kernels.config.relu else None)
@@ -179,8 +169,7 @@ class _Step(torch.autograd.Function):
             x, _, _, y = saved = ctx.saved_tensors  # saved_tensors_hooks and activation checkpointing run here.
             # A profiler shows this node as _StepBackward, so no range is opened.
             if ctx.kernels.is_direct and is_eager(dy) and not torch.is_grad_enabled():
-                if dy.stride() != x.stride():
-                    dy = config.layout.dense(dy)
+                dy = dy if dy.stride() == x.stride() else config.layout.dense(dy)
                 kernels = backward_cache.get((ctx.kernels, needed), (dy, *saved), config, needed)
             if kernels is None:
                 return *gradients(config, dy, saved, needed, call), None

@@ -25,8 +25,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 is_compiling = torch.compiler.is_compiling
 is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-# The id of the running backward, for example during a recompute of activation checkpointing; -1 outside of a backward.
-current_backward: Callable[[], int] = torch._C._current_graph_task_id
+current_backward: Callable[[], int] = torch._C._current_graph_task_id  # the id of the running backward, or -1
+
+
+def inside_backward() -> bool:
+    """Return whether a backward runs in this thread, for example during a recompute of activation checkpointing."""
+    return current_backward() != -1
+
+
 # Whether a torch.func transform is active. The tensors of a transform have no memory.
 inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # The level of forward-mode AD, including torch.func.jvp; -1 without forward mode.
@@ -55,7 +61,7 @@ def constant_in_graphs(function: Function) -> Function:
     return function
 
 
-# The frame in which Dynamo last traced a layer with a forward of its own, and whether that forward calls batch norm.
+# The compile id of the frame in which Dynamo last traced `run_forward`, and whether the forward has called batch norm.
 _traced_call: tuple[object, bool] = None, True
 
 
@@ -91,12 +97,9 @@ def is_eager(x: object = None) -> bool:
     If the result is True, code may access the memory of plain tensors directly. Dispatch modes, transforms and tracers
     add a dispatch key to the keys that the thread includes by default.
     """
-    return not (
-        torch.compiler.is_dynamo_compiling()
-        or _included_keys().raw_repr() & ~_DEFAULT_KEYS
-        or (profiler._is_profiler_enabled and not getattr(x, "is_cuda", False))
-        or forward_ad._current_level >= 0
-    )
+    if torch.compiler.is_dynamo_compiling() or _included_keys().raw_repr() & ~_DEFAULT_KEYS:
+        return False
+    return forward_ad._current_level < 0 and not (profiler._is_profiler_enabled and not getattr(x, "is_cuda", False))
 
 
 def is_traced() -> bool:
@@ -136,6 +139,10 @@ def inside_vmap() -> bool:
 def profiler_range(name: str) -> contextlib.AbstractContextManager[object]:
     """Return a profiler range with this name, or a null context if no profiler is active."""
     return torch.profiler.record_function(name) if profiler_enabled() else contextlib.nullcontext()
+
+
+# Sets an attribute of a layer without the __setattr__ of the layer's class, which may raise. (Dynamo cannot trace it.)
+set_attribute: Callable[[object, str, object], None] = object.__setattr__
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -106,7 +106,7 @@ def test_what_is_left_alone_is_named_in_one_warning() -> None:
     classes = {name: type(module) for name, module in model.items()}
     assert re.fullmatch(
         r"syncbn did not convert these layers: 1 SubclassOfSyncBatchNorm \(a\): communicates by itself; "
-        r"leave out the conversion that made it, or derive the class from nn.BatchNorm2d; "
+        r"leave out the conversion that made it, or derive from nn.BatchNorm1d, 2d or 3d; "
         r"1 BatchNormAct2d \(b\): .* rename channel_last; 1 \w*Module \(c\): is part of a scripted .*; "
         r"2 HeteroBatchNorm \(d, e\.0\): may use the statistics of its batch; if so, let its forward call .*; "
         r"1 \w*Module \(exported\.0\): is part of a scripted or exported model; convert before .*; "
@@ -404,3 +404,20 @@ def test_a_revert_names_the_layers_that_compute_something_else() -> None:
         syncbn.revert_syncbn_model(model)
     assert all(type(layer) is nn.BatchNorm1d for layer in model)
     assert not {"fuse_relu", "channel_last"} & {*vars(model[1]), *vars(model[2])}
+
+
+@pytest.mark.parametrize(("name", "value"), [("channel_last", torch.tensor([1, 0])), ("fuse_relu", "no"),
+                                             ("track_running_stats", "no")])  # fmt: skip
+def test_flags_of_a_layer_that_calls_f_batch_norm_are_checked(name: str, value: object) -> None:
+    """Its call of F.batch_norm goes to `train` with the flags of the layer."""
+    layer = syncbn.convert_syncbn_model(BatchNormAct2d(3))
+    setattr(layer, name, value)
+    with pytest.raises(TypeError, match=f"{name} must be a bool, got"):
+        layer(torch.ones(2, 3, 2, 2))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_call_that_stays_torchs_returns_no_view(training: bool) -> None:
+    """An in-place relu after it would be recorded as a change of a view."""
+    layer = syncbn.convert_syncbn_model(Frozen(3)).train(training)
+    assert not layer(torch.ones(2, 3, 2, 2, requires_grad=True))._is_view()

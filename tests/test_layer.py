@@ -211,6 +211,9 @@ def test_meta_device() -> None:
 
 def test_repr_names_what_is_not_default() -> None:
     assert "process_group" not in repr(syncbn.SyncBatchNorm(3))
+    layer = syncbn.SyncBatchNorm2d(3)
+    layer.fuse_relu = torch.tensor([1, 0])  # has no truth value
+    assert "by syncbn, fuse_relu=tensor([1, 0])" in repr(layer)
     text = repr(syncbn.SyncBatchNorm(3, process_group=2, channel_last=True, fuse_relu=True))
     assert text.endswith("process_group=2, channel_last=True, fuse_relu=True)")
 

@@ -29,7 +29,7 @@ QUESTIONS: dict[str, Callable[[], object]] = {
     "profiler": internals.profiler_enabled,
     "only profiled": lambda: internals.is_eager(SimpleNamespace(is_cuda=True)) and not internals.is_eager(),
     "jit": internals.is_jit_tracing,
-    "backward": lambda: internals.current_backward() != -1,
+    "backward": internals.inside_backward,
     "vmap": internals.inside_vmap,
     "vmap or forward mode": internals.inside_vmap_or_forward_mode,
     "dispatch mode": lambda: internals.current_dispatch_mode() is not None,

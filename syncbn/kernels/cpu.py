@@ -16,7 +16,7 @@ from torch import Tensor
 
 from syncbn import payload
 from syncbn.kernels import interface
-from syncbn.kernels.interface import NO_BUFFERS, Buffers, GradientPair, Inputs, ReluMask, Saved, StatusWords
+from syncbn.kernels.interface import NO_BUFFERS, Buffers, GradientPair, Inputs, ReluMask, Saved, Status, Sums
 from syncbn.payload import UNSIGNED
 from syncbn.torch_internals import increment_version
 
@@ -86,9 +86,7 @@ class Forward(interface.ForwardKernels):
         self.num_statistics = interface.num_statistics(num_channels, config.relu_mask)
         self.scratch_bytes: int = _library.scratch(self.c_struct)
 
-    def forward_sums(
-        self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: StatusWords | None = None
-    ) -> Tensor:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: Status = None) -> Tensor:
         sums = x.new_empty(self.num_sums, dtype=torch.float64)
         scratch = x.new_empty(self.scratch_bytes, dtype=torch.uint8) if self.scratch_bytes else None
         call = _pack_sums(
@@ -100,7 +98,7 @@ class Forward(interface.ForwardKernels):
 
     def forward_outputs(
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0,
-        status_words: StatusWords | None = None,
+        status_words: Status = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), (running_mean, running_var, counter) = inputs, buffers
         y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)
@@ -131,9 +129,7 @@ class Backward(interface.BackwardKernels):
         self.num_sums = payload.num_elements(self.num_channels)
         self.scratch_bytes: int = _library.scratch(self.c_struct)
 
-    def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def backward_sums(self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None) -> Sums:
         (x, _, statistics, y), config, num_channels = saved, self.config, self.num_channels
         sums = statistics.new_empty(self.num_sums)
         weight_dtype, bias_dtype = config.grad_weight_dtype, config.grad_bias_dtype
@@ -149,9 +145,7 @@ class Backward(interface.BackwardKernels):
             _raise_for_status(status)
         return sums, grad_weight, grad_bias
 
-    def backward_outputs(
-        self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
-    ) -> GradientPair:
+    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, status_words: Status = None) -> GradientPair:
         (x, weight, statistics, y), config = saved, self.config
         grad_x = torch.empty_like(x) if config.needs_x or config.needs_residual else None
         grad_residual = torch.empty_like(x) if config.needs_residual else None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from syncbn import payload
 from syncbn.kernels import gpu_channels, gpu_tiles, interface
-from syncbn.kernels.interface import NO_BUFFERS, Buffers, GradientPair, Inputs, ReluMask, Saved, StatusWords
+from syncbn.kernels.interface import NO_BUFFERS, Buffers, GradientPair, Inputs, Saved, Status, Sums
 from syncbn.kernels.layout import Layout
 from syncbn.payload import UNSIGNED
 from syncbn.statistics import compute_dtype
@@ -39,7 +39,7 @@ MAX_PARTS = 512
 ELEMENTWISE_PROGRAMS = 8192  # maximum number of programs
 MULTIPROCESSORS = 132  # assumed without a GPU
 DOUBLE = torch.float64  # dtype of sums and statistics
-NO_STATUS = StatusWords(0, 0, 0)
+NO_STATUS = interface.StatusWords(0, 0, 0)
 
 Dtypes: TypeAlias = tuple[torch.dtype | None, ...]
 # The launcher of a compiled kernel; a function that returns the current stream of a device; the launcher's arguments
@@ -174,16 +174,14 @@ class Forward(interface.ForwardKernels):
         counter = torch.int64 if config.has_counter else None
         buffer_dtypes = config.mean_dtype, config.var_dtype, counter, counter if config.averages else None
         dtypes: Dtypes = DOUBLE, config.weight_dtype, config.bias_dtype, *buffer_dtypes, DOUBLE, self.compute_dtype
-        masks_by_x = config.relu_mask is ReluMask.FROM_X
+        masks_by_x = config.relu_mask is interface.ReluMask.FROM_X
         scalars = self.num_parts if config.single_rank else 1, int(masks_by_x), float(config.eps)
         self.forward_channels = launch(gpu_channels.forward_channels, dtypes, *scalars)
         dtypes = dtype, dtype if config.has_residual else None, dtype, self.compute_dtype
         self.normalize = launches.tile_launch(gpu_tiles.normalize, dtypes, config.relu)
         self.num_statistics = interface.num_statistics(self.channels, config.relu_mask)
 
-    def forward_sums(
-        self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: StatusWords | None = None
-    ) -> Tensor:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: Status = None) -> Tensor:
         partials = x.new_empty(payload.num_elements(self.channels * self.num_parts), dtype=DOUBLE)
         host_words, _, sequence_number, _ = status_words or NO_STATUS
         varying = signature, count, host_words, sequence_number
@@ -196,7 +194,7 @@ class Forward(interface.ForwardKernels):
 
     def forward_outputs(
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0,
-        status_words: StatusWords | None = None,
+        status_words: Status = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), (running_mean, running_var, counter) = inputs, buffers
         # These allocations may fail, so they come before the buffers change.
@@ -220,8 +218,8 @@ class Backward(interface.BackwardKernels):
         super().__init__(config)
         self.channels, launches = config.layout.sizes[1], _Launches(config.layout, config.dtype, config.device)
         self.compute_dtype = compute_dtype(config.dtype)  # dtype of the coefficients
-        dtype, masks_by_x = config.dtype, int(config.relu_mask is ReluMask.FROM_X)
-        y = dtype if config.relu_mask is ReluMask.FROM_Y else None
+        dtype, masks_by_x = config.dtype, int(config.relu_mask is interface.ReluMask.FROM_X)
+        y = dtype if config.relu_mask is interface.ReluMask.FROM_Y else None
         sum_dtypes = dtype, dtype, y, DOUBLE, DOUBLE
         self.partial_sums = launches.tile_launch(gpu_tiles.partial_sums, sum_dtypes, bool(masks_by_x))
         self.num_parts = num_parts = self.partial_sums.grid[1]
@@ -237,9 +235,7 @@ class Backward(interface.BackwardKernels):
         dtypes = dtype, dtype, y, dtype, dtype if config.needs_residual else None, self.compute_dtype
         self.input_gradient = launches.tile_launch(gpu_tiles.input_gradient, dtypes, bool(masks_by_x))
 
-    def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def backward_sums(self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None) -> Sums:
         (x, weight, statistics, y), config = saved, self.config
         weight_dtype, bias_dtype = config.grad_weight_dtype, config.grad_bias_dtype
         grad_weight = None if weight_dtype is None else x.new_empty(self.channels, dtype=weight_dtype)
@@ -258,9 +254,7 @@ class Backward(interface.BackwardKernels):
             self.gradient_sums(partials_address, sums.data_ptr(), *grads, varying=varying)
         return sums, grad_weight, grad_bias
 
-    def backward_outputs(
-        self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
-    ) -> GradientPair:
+    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, status_words: Status = None) -> GradientPair:
         (x, weight, statistics, y), config = saved, self.config
         if not (config.needs_x or config.needs_residual):
             if status_words is not None:
@@ -277,7 +271,9 @@ class Backward(interface.BackwardKernels):
         return grad_x if config.needs_x else None, grad_residual
 
 
-def check_total(total: Tensor, needs_two_values: bool, status_words: StatusWords, sums: Tensor | None = None) -> None:
+def check_total(
+    total: Tensor, needs_two_values: bool, status_words: interface.StatusWords, sums: Tensor | None = None
+) -> None:
     """Check a total that no other kernel checks, and with `sums`, whether the sums of this rank are finite.
 
     The results are stored in the status words. After a fault, n is set to 0 in `total`. `needs_two_values`: n = 1 is a

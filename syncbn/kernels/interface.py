@@ -66,6 +66,10 @@ class StatusWords(NamedTuple):
     call_id: int = 0
 
 
+Status: TypeAlias = StatusWords | None  # None on a CPU, and on a GPU whose kernels check no totals
+Sums: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]  # payload, grad_weight, grad_bias
+
+
 class ReluMask(enum.Enum):
     """How backward finds out where the output of a fused relu is 0, and so is the gradient."""
 
@@ -142,16 +146,14 @@ class ForwardKernels(Kernels[ForwardConfig]):
     for_single_rank: "ForwardKernels | None" = None
 
     @abstractmethod
-    def forward_sums(
-        self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: StatusWords | None = None
-    ) -> Tensor:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: Status = None) -> Tensor:
         """Return the payload, with this signature and count unless `signature` is UNSIGNED. `status_words` belong to
         the all_reduce that follows; only gpu.py reads them, in all methods."""
 
     @abstractmethod
     def forward_outputs(
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0,
-        status_words: StatusWords | None = None,
+        status_words: Status = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         """Return y; the statistics, packed as in statistics.py; and False if the kernel has found that a total with
         signatures is not finite, else True.
@@ -162,9 +164,7 @@ class ForwardKernels(Kernels[ForwardConfig]):
 
 class BackwardKernels(Kernels[BackwardConfig]):
     @abstractmethod
-    def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def backward_sums(self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None) -> Sums:
         """Return the payload, with this signature unless it is UNSIGNED; grad_weight; and grad_bias.
 
         `call_id`, (1,), is added to the signature. It is None on a CPU, where `signature` contains the id of the call.
@@ -172,9 +172,7 @@ class BackwardKernels(Kernels[BackwardConfig]):
         """
 
     @abstractmethod
-    def backward_outputs(
-        self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
-    ) -> GradientPair:
+    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, status_words: Status = None) -> GradientPair:
         """Return grad_x, and grad_residual, which is dy masked by the relu. Each is None if the config does not need
         it."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from syncbn import payload
 from syncbn.kernels import interface
-from syncbn.kernels.interface import NO_BUFFERS, Buffers, GradientPair, Inputs, ReluMask, Saved, StatusWords
+from syncbn.kernels.interface import NO_BUFFERS, Buffers, GradientPair, Inputs, ReluMask, Saved, Status, Sums
 from syncbn.kernels.layout import Layout
 from syncbn.kernels.select import back_end
 from syncbn.payload import UNSIGNED
@@ -30,14 +30,12 @@ FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 class Forward(interface.ForwardKernels):
     is_direct = False
 
-    def forward_sums(
-        self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: StatusWords | None = None
-    ) -> Tensor:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: Status = None) -> Tensor:
         return payload.sign(forward_sums(x, self.config.layout.channel_dim), signature, count)
 
     def forward_outputs(
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | Tensor | None = 0.0,
-        status_words: StatusWords | None = None,
+        status_words: Status = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), config, channel_dim = inputs, self.config, self.config.layout.channel_dim
         y, statistics = forward_outputs(x, channel_dim, total, weight, bias, residual, config.eps, config.relu)
@@ -52,17 +50,13 @@ class Backward(interface.BackwardKernels):
         super().__init__(config)
         self.channel_dim, self.relu = config.layout.channel_dim, config.relu_mask is not ReluMask.NONE
 
-    def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def backward_sums(self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None) -> Sums:
         x, _, statistics, y = saved
         dtypes = self.config.grad_weight_dtype, self.config.grad_bias_dtype
         sums, grad_weight, grad_bias = backward_sums(dy, x, y, self.channel_dim, statistics, self.relu, *dtypes)
         return payload.sign(sums, signature, call_id=call_id), grad_weight, grad_bias
 
-    def backward_outputs(
-        self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
-    ) -> GradientPair:
+    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, status_words: Status = None) -> GradientPair:
         (x, weight, statistics, y), config = saved, self.config
         if not (config.needs_x or config.needs_residual):
             return None, None

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from syncbn import payload
 from syncbn.kernels import interface
-from syncbn.kernels.interface import NO_BUFFERS, Buffers, GradientPair, Inputs, ReluMask, Saved, StatusWords
+from syncbn.kernels.interface import NO_BUFFERS, Buffers, GradientPair, Inputs, ReluMask, Saved, Status, Sums
 from syncbn.payload import UNSIGNED
 from syncbn.statistics import N_COPIES, compute_dtype, from_sums, unpack, update_buffers
 from syncbn.torch_internals import PLAIN_OR_NONE, is_compiling, is_transformed
@@ -40,9 +40,7 @@ GPU_CHUNK_ELEMENTS = 2**24  # 128 MB in float64; with smaller chunks the launche
 class Forward(interface.ForwardKernels):
     is_direct = False
 
-    def forward_sums(
-        self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: StatusWords | None = None
-    ) -> Tensor:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: Status = None) -> Tensor:
         def terms(x: Tensor) -> tuple[Tensor, Tensor]:
             wide = x.to(torch.float64)
             return wide, wide.square()
@@ -52,7 +50,7 @@ class Forward(interface.ForwardKernels):
 
     def forward_outputs(
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | Tensor | None = 0.0,
-        status_words: StatusWords | None = None,
+        status_words: Status = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         """Return y = (x - center) * scale + shift (+ residual) (then relu), the statistics, and True.
 
@@ -81,9 +79,7 @@ class Forward(interface.ForwardKernels):
 class Backward(interface.BackwardKernels):
     is_direct = False
 
-    def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def backward_sums(self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None) -> Sums:
         """Return the sums, grad_weight = sum dy * (x - mean) * invstd, and grad_bias = sum dy.
 
         The gradients do not share memory with the sums, which an all_reduce overwrites.
@@ -102,9 +98,7 @@ class Backward(interface.BackwardKernels):
         grad_bias = None if bias_dtype is None else sum_dy.clone().to(bias_dtype)
         return payload.sign(payload.from_sums(sums), signature, call_id=call_id), grad_weight, grad_bias
 
-    def backward_outputs(
-        self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
-    ) -> GradientPair:
+    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, status_words: Status = None) -> GradientPair:
         """Return grad_x = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight, and grad_residual.
 
         grad_x is computed as dy * a + (x - center) * b + c. The means are the sums of all ranks divided by n.

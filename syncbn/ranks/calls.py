@@ -67,14 +67,20 @@ class Call(ABC):
             self.warn_unless_finite(kernels.forward_sums(x))
         return y, statistics
 
-    def backward(self, kernels: BackwardKernels, dy: Tensor, saved: Saved) -> Gradients:
+    def backward(self, kernels: BackwardKernels, dy: Tensor, saved: Saved, num_values: Any = None) -> Gradients:
         """Return the gradients of x, weight, bias and, if a relu follows the residual, of the residual: local sums, one
         all_reduce, outputs. The all_reduce is issued whichever gradients are needed, because another rank may need the
-        sums."""
+        sums.
+
+        If the n in the saved statistics is a placeholder of 1, `num_values` is the n of this rank, of shape (). The
+        total is then divided by the n of all ranks.
+        """
         status_words = self.status_words("backward", dy) if dy.is_cuda else None
         signature = self.signature("backward") if self.reads_trailer else (UNSIGNED, None)
         sums, grad_weight, grad_bias = kernels.backward_sums(dy, saved, *signature)
+        sums = sums if num_values is None else payload.with_num_values(sums, num_values)
         total = (self.all_reduce if kernels.is_direct else self.dispatched_all_reduce)(sums, "backward", status_words)
+        total = total if num_values is None else total / payload.num_values(total).clamp(min=1)
         grad_x, grad_residual = kernels.backward_outputs(dy, saved, total, status_words)
         return grad_x, grad_weight, grad_bias, grad_residual
 
@@ -335,7 +341,7 @@ def select_call(spec: GroupSpec, caller: Caller, input: Tensor | None) -> Call:
     if internals.is_jit_tracing():
         what = "torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm over ranks"
         raise recorded(RuntimeError(f"syncbn: {what}: call syncbn.revert_syncbn_model(model) first, or model.eval()"))
-    return eager_call(spec, caller, input, internals.current_backward() != -1)
+    return eager_call(spec, caller, input, internals.inside_backward())
 
 
 def eager_call(spec: GroupSpec, caller: Caller, input: object, in_backward: bool = False) -> Call:

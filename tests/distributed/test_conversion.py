@@ -571,7 +571,7 @@ def test_a_forward_that_calls_no_batch_norm_is_warned_of_once(ranks: Ranks) -> N
         model.to(ranks.device)(torch.randn(4, 3, 2, 2, device=ranks.device))
     advice = (
         "in training. If it uses the statistics of this rank's batch, let it call one of the two, or "
-        "syncbn.functional.sync_batch_norm. A layer that communicates by itself needs nothing."
+        "syncbn.functional.sync_batch_norm. A layer that communicates by itself needs no change."
     )
     assert [str(one.message) for one in warned] == [
         f"syncbn is not synchronising: {name}.forward calls neither super().forward nor F.batch_norm {advice}"
@@ -605,7 +605,7 @@ def test_a_layer_that_communicates_by_itself(ranks: Ranks) -> None:
     (warned,) = warnings_of(lambda: torch.testing.assert_close(layer(whole[own]), plain(whole)[own]))
     assert warned.startswith("syncbn is not synchronising: Naive.forward calls neither ")
     assert "in training. " in warned
-    assert warned.endswith(" A layer that communicates by itself needs nothing.")
+    assert warned.endswith(" A layer that communicates by itself needs no change.")
     layer.num_batches_tracked += 1
     assert syncbn.summary(layer)[0].last_step == "not known"
     assert warnings_of(lambda: layer.eval()(whole)) == []

@@ -128,7 +128,7 @@ class KeepsOthers(nn.BatchNorm2d):
         return F.batch_norm(x, *running[self.kept], self.weight, self.bias, self.training, self.momentum, self.eps)
 
 
-OTHER_STATISTICS = "this call has other running statistics than the layer had when accumulate_running_stats began"
+OTHER_STATISTICS = "this call updates running statistics that are not those which the layer had when"
 
 
 @pytest.mark.parametrize("on_one_rank", [False, True])
