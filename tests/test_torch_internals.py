@@ -65,7 +65,7 @@ def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(internals, "TensorGuards", tensor_guards)
         assert not internals.guards_work.__wrapped__()
-    monkeypatch.setattr(kernel_cache, "guards_work", lambda: False)
+    monkeypatch.setattr(internals, "guards_work", lambda: False)
     kernels = iter(("first", "second"))
     cache = kernel_cache.Cache(lambda *_: next(kernels))
     assert [cache.get("config", (x, None)) for _ in range(2)] == ["first", "second"]
