@@ -1,7 +1,8 @@
 """Raises the error of a bad argument on every rank.
 
-A rank with a bad argument cannot compute its sums but must not leave the other ranks waiting. It goes through these
-steps, and through them too for any other error before the all_reduce of its forward:
+A rank with a bad argument cannot compute its sums but must not leave the other ranks waiting. It takes these steps, and
+a forward in eager mode takes them for any other error before its all_reduce, too (not in torch.func, and not in
+sync_batch_stats):
 
 1. A check in arguments.py, or anything else before the all_reduce, raises on this rank. The caller passes the error to
    `raise_on_all_ranks`.
@@ -30,6 +31,7 @@ from syncbn.arguments import Options, Tensors, check_training, require_float64
 from syncbn.kernels import select
 from syncbn.ranks.calls import Call, eager_call
 from syncbn.ranks.sites import Caller
+from syncbn.ranks.watchdog import JOINS_NO_COLLECTIVE
 from syncbn.tracing import refuse_proxies
 
 
@@ -57,8 +59,8 @@ def raise_on_all_ranks(
     mode the reports of the other ranks contain `error` in these cases.
     """
     try:
-        if call is None:
-            with contextlib.suppress(Exception):  # The look-up of the group may be what has raised `error`.
+        if call is None and not hasattr(error, JOINS_NO_COLLECTIVE):
+            with contextlib.suppress(Exception):  # The look-up of the group may raise, too.
                 call = eager_call(options.process_group, caller, tensors.input)
         if call is None:
             raise error

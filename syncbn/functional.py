@@ -15,7 +15,7 @@ from syncbn.kernels.interface import ForwardConfig
 from syncbn.kernels.layout import Layout
 from syncbn.kernels.reference import subtract_mean
 from syncbn.kernels.select import reason_forced
-from syncbn.ranks.calls import ONE_RANK, Call, record_ranks, select_call
+from syncbn.ranks.calls import ONE_RANK, Call, EagerCall, record_ranks, select_call
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
 from syncbn.ranks.sites import FunctionCaller, to_bool, validate_environment
 from syncbn.second_derivatives import sum_over_ranks
@@ -154,6 +154,8 @@ def batch_norm_backward(
     call: Call = ONE_RANK
     if training:
         call = select_call(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
+        if isinstance(call, EagerCall):  # This backward has no forward, whose id it could sign.
+            call.call_id, call.in_backward = 0, False
     try:
         needs: tuple[bool, ...] = (*output_mask,) if hasattr(output_mask, "__iter__") else ()
         if [*map(type, map(to_bool, needs))] != [bool] * 3:

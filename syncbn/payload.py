@@ -26,10 +26,11 @@ eager mode when the call begins: also a call in torch.no_grad, a recompute of ac
 raises an error before or after its all_reduce. A rank does not count calls in compiled graphs.
 
 The id stays with the call, in `Call.call_id`, and is not saved for backward. Under checkpointing with
-use_reentrant=False, saved tensors come from the recomputed forward. Ranks that run two backwards in different orders
-would recompute different calls together, and give them one id. Without an id a rank does not sign a backward: if no
-rank has signed the forward, if this rank could not read its total, or if the forward was itself made in a backward, as
-in the recompute of checkpointing with use_reentrant=True. The forwards of recomputes are compared like all others.
+use_reentrant=False, saved tensors come from the recomputed forward. If the id came from there, ranks that run two
+backwards in different orders would recompute different calls together, compute one id, and not be noticed. Without an
+id a rank does not sign a backward: if no rank has signed the forward, if this rank could not read its total, or if the
+forward was itself made in a backward, as in the recompute of checkpointing with use_reentrant=True. The forwards of
+recomputes are compared like all others. `batch_norm_backward`, which has no forward, signs the id 0.
 
 The C++ kernels (cpu.cpp) repeat the names of the positions; the Triton kernels (gpu_channels.py) read them here.
 """

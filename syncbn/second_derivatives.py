@@ -22,7 +22,8 @@ def graph_gradients(forward: ForwardConfig, config: BackwardConfig, dy: Tensor, 
     """Return gradients that can be differentiated again. Issues two all_reduces.
 
     The saved statistics are constants to autograd, so mean and variance are computed again from x, with an additional
-    all_reduce. This all_reduce has its own pass name, because a rank without create_graph does not issue it.
+    all_reduce. This all_reduce has its own pass name, so that a rank without create_graph, which sends its backward
+    here, is noticed.
     """
     x, weight, statistics, y = saved
     fold, num_values = config.layout.fold, unpack(statistics, config.layout.sizes[1])[3].clamp(min=1)

@@ -211,7 +211,10 @@ def make_groups(spec: GroupSpec, of_one_rank: bool = False) -> None:
     default_group, is_made = dist.group.WORLD, isinstance(spec, int) and (of_one_rank or spec != THIS_RANK_ALONE)
     if isinstance(spec, int) and is_made and default_group is not None and lookup(spec) is None:
         caller = FunctionCaller(f"the creation of groups for process_group={spec!r}", is_signed=False)
-        Collective(site_of(caller, default_group), 1, "creation").run(_make, spec, default_group)
+        try:
+            Collective(site_of(caller, default_group), 1, "creation").run(_make, spec, default_group)
+        except Exception as error:
+            raise recorded(error) from error.__cause__
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:

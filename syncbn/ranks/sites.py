@@ -162,7 +162,7 @@ class GroupState:
         self.num_sites = self.num_collectives = 0
         self.last_instance_number = Counter[str]()  # keyed by `Site.layer`
         # Pairs of `Site.layer` and an instance number on which the ranks had agreed until some rank gave it up. No
-        # layer has this number on all ranks any more, so the forward of a layer that still has it is in a mixture.
+        # layer has this number on all ranks any more: a forward with it shows that the ranks are in different layers.
         self.retired_numbers = set[tuple[str, int]]()
 
 

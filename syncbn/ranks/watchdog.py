@@ -27,6 +27,7 @@ from syncbn.torch_internals import is_compiling
 
 POLL_SECONDS = 1.0  # time between two polls of the thread
 EXIT_SECONDS = 1.0  # at exit: the longest wait for the thread of a report, and for the lock of the position
+JOINS_NO_COLLECTIVE = "_syncbn_joins_no_collective"  # an attribute of errors, see `recorded`
 MAX_WARNING_RANKS = 4  # Only the first ranks of a group warn, as the warnings of all ranks would be equal.
 
 log = logging.getLogger("syncbn")
@@ -57,8 +58,9 @@ def this_rank() -> ThisRank:
 
 
 def recorded(error: Exception) -> Exception:
-    """Record `error` at once, and return it. Use it for an error that this rank raises before it can join the
-    all_reduce of the other ranks."""
+    """Record `error` at once, mark it, and return it. Use it for an error after which this rank cannot join the
+    all_reduce of the other ranks, because it has no group."""
+    setattr(error, JOINS_NO_COLLECTIVE, True)
     world = dist.group.WORLD
     if not (is_compiling() or world is None or world in _inherited):
         with contextlib.suppress(RuntimeError, ValueError):  # of the store, or of a thread that cannot start

@@ -70,6 +70,16 @@ def test_ranks_that_mix_what_they_send(ranks: Ranks, name: str) -> None:
     assert model(X).isfinite().all()  # the group goes on
 
 
+def test_a_backward_without_forward_beside_a_layer(ranks: Ranks) -> None:
+    """Unsigned sums of dy would move the running statistics of the other rank in silence."""
+    layer, x = layer_and_input()
+    statistics = torch.zeros(x.shape[1]), torch.ones(x.shape[1])
+    batch_norm_backward(x, x, *statistics)  # no false alarm
+    with pytest.raises(RanksDifferError, match="different layers or calls"):
+        layer(x) if ranks.rank else batch_norm_backward(x, x, *statistics)
+    assert not layer.running_mean.any()
+
+
 def differentiate(order: list[int], create_graph: bool, shift: float = 0.0) -> None:
     """Call the function twice, and differentiate the calls in this order."""
     inputs = [torch.randn(4, 3, requires_grad=True) for _ in range(2)]
