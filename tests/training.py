@@ -3,6 +3,7 @@ a count of collectives."""
 
 import contextlib
 import copy
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from voting import Ranks
 
+# torch 2.13 renamed the argument and warns of the old name.
+_parameters = inspect.signature(DistributedDataParallel).parameters
+BROADCAST_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _parameters else "broadcast_buffers"
 SHARE = 2  # samples of a rank in a step
 
 
