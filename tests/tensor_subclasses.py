@@ -1,4 +1,4 @@
-"""Tensor subclasses as users write them: with memory of their own, and kept by every operation."""
+"""Tensor subclasses as users write them, with the memory of a plain tensor. Every operation returns the subclass."""
 
 from typing import Any, Self
 

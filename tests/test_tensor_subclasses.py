@@ -68,7 +68,7 @@ def test_a_tensor_of_a_subclass_in_each_role(role: str, subclass: type[Tensor]) 
             assert tensor is before[name][0]
             assert (
                 tensor._version > before[name][1] or type(layer) is nn.BatchNorm2d
-            )  # which leaves the version unchanged
+            )  # nn.BatchNorm2d leaves the version unchanged
         return results
 
     as_torch(run)

@@ -1,7 +1,7 @@
 """Tests that the private names of torch in torch_internals.py mean in this torch what syncbn needs.
 
-Two tables come first: which questions have the answer yes under each mode of torch, and examples of no and yes for the
-predicates of tensors and modules.
+Two tables come first. MODES has the answers of the questions under each mode of torch. The other table has arguments
+for which the predicates of tensors and modules are False and True.
 """
 
 import inspect

@@ -118,7 +118,7 @@ def test_a_rank_outside_of_the_group_may_build_and_evaluate_a_layer_but_not_trai
     converted = syncbn.convert_syncbn_model(nn.BatchNorm1d(C).to(ranks.device, torch.float64), group)
     pickled = pickle.loads(pickle.dumps(built))
     for layer in (built, converted, copy.deepcopy(built), pickled):
-        assert layer.process_group == group or layer is pickled  # which finds the oldest group of its ranks
+        assert layer.process_group == group or layer is pickled  # a pickled layer finds the oldest group of its ranks
         layer.eval()(batch(ranks))
         assert syncbn.summary(layer.train())[0].group_size == (ranks.rank == 0)
         if ranks.rank == 0:

@@ -353,7 +353,7 @@ def test_the_values_of_nested_tensors_are_one_batch(ranks: Ranks) -> None:
     whole, own = torch.randn(sum(lengths), 3).to(ranks.device), ranks.slices([2] * (ranks.size - 1) + [3])
     layer = syncbn.SyncBatchNorm(3, device=ranks.device)
     nested = torch.nested.nested_tensor([*whole.split(lengths)[own]], layout=torch.jagged, requires_grad=True)
-    if ranks.device.type == "cpu":  # on a GPU a fault ends what the group can do
+    if ranks.device.type == "cpu":  # on a GPU the group could not continue after a fault
         with pytest.raises(TypeError, match=r"pass input\.values\(\) of a NestedTensor with layout=torch\.jagged"):
             layer(nested)
     output = normalize_nested(layer, nested)
@@ -370,7 +370,7 @@ def test_the_shards_of_a_dtensor_are_one_batch(ranks: Ranks, dim: int) -> None:
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     sharded = distribute_tensor(whole, mesh, [Shard(dim)]).requires_grad_()
     layer = syncbn.SyncBatchNorm(3, device=ranks.device)
-    if ranks.device.type == "cpu":  # on a GPU a fault ends what the group can do
+    if ranks.device.type == "cpu":  # on a GPU the group could not continue after a fault
         with pytest.raises(TypeError, match=r"input is a DTensor; pass input\.to_local\(\), and process_group="):
             layer(sharded if ranks.rank == 0 else sharded.to_local().detach())
     output = normalize_dtensor(layer, sharded)

@@ -1,4 +1,4 @@
-"""Catches a script that fails with tiny settings. On machines with a GPU a typing error may cost the whole run."""
+"""Tests that the scripts run with tiny settings. On a machine with a GPU a typing error may cost a whole run."""
 
 import json
 from pathlib import Path
@@ -34,12 +34,12 @@ def test_script(ranks: int, script: str, printed: str, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_of_gpu_sh(tmp_path: Path) -> None:
-    """All parts but the sanitizer, for which there is no program, and Triton's, where it is not installed."""
+    """Parts pass or are skipped, such as the sanitizer, and those of Triton if it is not installed."""
     run_script(SCRIPTS / "gpu_run.py", "--dry-run", "--output", tmp_path)
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert parts.keys() == gpu_run.PARTS.keys()
     assert all(part["verdict"].startswith(("passed", "skipped: ")) for part in parts.values()), parts
-    for name in sum(gpu_run.DISTRIBUTED_TESTS, ()):  # of which a dry run has none
+    for name in sum(gpu_run.DISTRIBUTED_TESTS, ()):  # a dry run has no distributed tests
         assert (ROOT / f"tests/distributed/test_{name}.py").exists()
 
 
