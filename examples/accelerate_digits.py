@@ -1,12 +1,11 @@
-"""Real handwritten digits with Hugging Face Accelerate, which needs one line more: convert_syncbn_model.
+"""Train on real handwritten digits with Hugging Face Accelerate, which needs one more line: convert_syncbn_model.
 
     accelerate launch --multi_gpu --num_processes 2 examples/accelerate_digits.py      without GPUs: CPUs, gloo
     python examples/accelerate_digits.py                                               one process
 
-(`accelerate launch --cpu` starts one process where there is no mpirun.)
-
-The batch is the same however many processes share it, whose number must divide --batch, and training in float64, so the
-final loss is the same: 0.1441 after 3 epochs. Prints it with the test accuracy; --output FILE writes both as JSON.
+Without mpirun, `accelerate launch --cpu` starts one process. Any number of processes that divides --batch shares the
+same batch, and training is in float64, so the final loss is the same: 0.1441 after 3 epochs. Prints the loss and the
+test accuracy; --output FILE writes both as JSON.
 """
 
 import argparse
@@ -26,11 +25,10 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=ManualForm
 parser.add_argument("--epochs", type=int, default=3, help="passes over the 1,500 images")
 parser.add_argument("--batch", type=int, default=12, help="images a step, of all processes")
 parser.add_argument("--learning-rate", type=float, default=0.01, help="of SGD")
-parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
+parser.add_argument("--cpu", action="store_true", help="use no GPU")
 parser.add_argument("--output", type=Path, help="JSON file to write")
 arguments = parser.parse_args()
-# A batch of the loader is the whole batch, of which each process takes its part.
-split = DataLoaderConfiguration(split_batches=True)
+split = DataLoaderConfiguration(split_batches=True)  # Each process takes its share of a batch of the loader.
 accelerator = Accelerator(cpu=arguments.cpu or not torch.cuda.is_available(), dataloader_config=split)
 torch.manual_seed(0)
 images, labels = load_images(torch.float64, torch.device("cpu"))
@@ -56,5 +54,5 @@ result = {"processes": accelerator.num_processes, "final loss": losses.mean().it
 accelerator.print(result)
 if arguments.output and accelerator.is_main_process:
     arguments.output.write_text(json.dumps(result))
-model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)  # before the process group
+model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)  # before the process group is destroyed
 accelerator.end_training()  # destroys the process group

@@ -1,42 +1,39 @@
-"""Real handwritten digits, trained three ways from the same weights on the same batches.
+"""Train on real handwritten digits in three ways, from the same weights on the same batches.
 
     one process     the whole batch on one process, nn.BatchNorm2d
     syncbn          W ranks under DistributedDataParallel, each with its slice of the batch, syncbn
     local           the same with nn.BatchNorm2d: every rank normalises its slice alone
 
-With syncbn the loss curve lies on that of one process, to rounding; with local statistics of two images it does not.
-Which of the two has the better test accuracy here depends on the seed: segmentation.py shows where it matters.
+With syncbn the loss curve equals that of one process, up to rounding. Local statistics of two images give another
+curve. The seed decides which way has the best test accuracy here; segmentation.py is a job where it matters.
 
     python examples/digits.py                                          one process: all three are the same
     torchrun --standalone --nproc-per-node 2 examples/digits.py        two ranks: nccl when each has a GPU, else gloo
     torchrun --standalone --nproc-per-node 2 examples/digits.py --epochs 1 --steps 20        a few seconds
 
-With --checkpoint FILE, which only rank 0 reads and writes, the job goes on from that file when it exists. So it
-survives the end of any of its ranks at any time, and may go on with fewer or more of them: the batch stays the same.
+With --checkpoint FILE, which only rank 0 reads and writes, the job resumes from the file if it exists. So the job
+survives the end of any rank at any time, and may resume with fewer or more ranks: the batch stays the same.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/digits.py --checkpoint runs/digits/checkpoint.pt
 
-Writes metrics.json (settings, curves, accuracies, distances) and curves.png to --output. The data are scikit-learn's:
-1,797 images of 8 x 8 pixels, inside its wheel.
+Writes metrics.json (settings, loss curves, accuracies, distances) to --output. The data are scikit-learn's: 1,797
+images of 8 x 8 pixels, which its wheel contains.
 """
 
 import argparse
 import functools
-import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launch import new_parser, positive, progress_bar, rank, resume, run_on_ranks, save, world_size
-from plots import LOOKS
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from trainer import SMOOTHING, Trainer, last_losses, report, three_ways
+from trainer import last_losses, report, three_ways
 
-NUM_TEST = 297  # images held out; 1,500 to train
+NUM_TEST = 297  # held-out images; the other 1,500 are for training
 
 parser = new_parser(__doc__, "digits")
 add = parser.add_argument
@@ -47,7 +44,7 @@ add("--learning-rate", type=float, default=0.005, help="of SGD with momentum 0.9
 add("--width", type=positive, default=16, help="channels of the first stage")
 add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
 add("--seed", type=int, default=0, help="of weights and batches")
-add("--checkpoint", type=Path, help="file to go on from, and to write")
+add("--checkpoint", type=Path, help="file to resume from, and to write")
 add("--checkpoint-every", type=positive, default=25, help="steps between checkpoints")
 
 
@@ -63,13 +60,13 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Sequential(nn.Conv2d(num_in, num_out, 1, stride, bias=False), nn.BatchNorm2d(num_out))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))  # (N, num_out, H / stride, W / stride), as all that follows
+        y = F.relu(self.bn1(self.conv1(x)))  # (N, num_out, H / stride, W / stride), like the output
         return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
 
 
 def build_model(width: int, strides: tuple[int, int] = (1, 2)) -> nn.Module:
-    """(N, 1, 8, 8) images -> (N, 10) logits."""
-    inner, outer = strides[0] * width, strides[0] * strides[1] * width  # a stride of 2 doubles the channels
+    """(N, 1, 8, 8) images -> (N, 10) logits. A stride of 2 doubles the channels."""
+    inner, outer = strides[0] * width, strides[0] * strides[1] * width
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1, bias=False),  # (N, width, 8, 8)
         nn.BatchNorm2d(width),
@@ -83,7 +80,7 @@ def build_model(width: int, strides: tuple[int, int] = (1, 2)) -> nn.Module:
 
 
 def load_images(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images (1797, 1, 8, 8) in [0, 1], labels (1797,), in the data set's order: its writers are mixed."""
+    """Return images (1797, 1, 8, 8) in [0, 1] and labels (1797,). The order of the data set mixes its writers."""
     digits = load_digits()
     images = torch.tensor(digits.images / 16, dtype=dtype, device=device).unsqueeze(1)
     return images, torch.tensor(digits.target, device=device)
@@ -91,132 +88,76 @@ def load_images(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of right answers, with running statistics."""
+    """Return the share of right answers, with running statistics."""
     right = model.eval()(images).argmax(1) == labels
     model.train()
     return right.double().mean().item()
 
 
-class Training:
-    """The three ways in lockstep, so that an interruption leaves comparable curves; and where they are in the data."""
-
-    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
-        torch.manual_seed(arguments.seed)
-        dtype = getattr(torch, arguments.dtype)
-        images, labels = load_images(dtype, device)
-        self.test = images[:NUM_TEST], labels[:NUM_TEST]
-        self.images, self.labels = images[NUM_TEST:], labels[NUM_TEST:]
-        sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
-        self.trainers = three_ways(build_model(arguments.width).to(device, dtype), sgd)
-        for trainer in self.trainers:
-            trainer.tests["accuracies"] = []
-        self.arguments, self.device = arguments, device
-        # Those that a job must share with its checkpoint; the numbers of ranks and of epochs may change.
-        names = "images-per-rank", "steps", "learning-rate", "width", "dtype", "seed"
-        self.settings = {f"--{name}": str(getattr(arguments, name.replace("-", "_"))) for name in names}
-        self.batch = arguments.images_per_rank * world_size()
-        if self.batch > len(self.images):
-            sys.exit(f"all ranks' images make a batch of {self.batch}, but there are {len(self.images)}")
-        self.order = torch.Generator().manual_seed(arguments.seed)
-        self.epoch = 0
-        self.left = self.shuffled()  # images of this epoch that are still to come
-        if arguments.checkpoint is not None:
-            self.load(arguments.checkpoint)
-
-    def steps_per_epoch(self) -> int:
-        return self.arguments.steps or len(self.images) // self.batch
-
-    def shuffled(self) -> Tensor:
-        """Indices of an epoch's images."""
-        return torch.randperm(len(self.images), generator=self.order)[: self.steps_per_epoch() * self.batch]
-
-    def run(self) -> None:
-        """Train to the last epoch's end."""
-        every = self.arguments.checkpoint_every if self.arguments.checkpoint is not None else math.inf
-        done, epochs = len(self.trainers[0].losses), self.arguments.epochs
-        with progress_bar(done, epochs * self.steps_per_epoch()) as advance:
-            while self.epoch < epochs:
-                self.step()
-                done += 1
-                advance(f"epoch {min(self.epoch + 1, epochs)}/{epochs}  {last_losses(self.trainers)}")
-                if done % every == 0 or (self.epoch == epochs and every < math.inf):
-                    self.save(self.arguments.checkpoint)
-
-    def step(self) -> None:
-        """Train on one batch; after the last of an epoch, test."""
-        picked, self.left = self.left[: self.batch].to(self.device), self.left[self.batch :]
-        for trainer in self.trainers:
-            trainer.step(self.images[picked], self.labels[picked])
-        if not len(self.left):
-            for trainer in self.trainers:
-                # The module itself: DistributedDataParallel would wait for the other ranks.
-                trainer.tests["accuracies"].append(accuracy(trainer.module, *self.test))
-            self.epoch += 1
-            self.left = self.shuffled()
-
-    def save(self, path: Path) -> None:
-        """Write all that `load` needs, of all ranks, on rank 0."""
-        on_gpu = self.device.type == "cuda"
-        random_state = {"CPU": torch.get_rng_state(), "GPU": torch.cuda.get_rng_state() if on_gpu else None}
-        random_states = [random_state] * world_size()
-        if dist.is_initialized():
-            dist.all_gather_object(random_states, random_state)
-        state = {
-            "settings": self.settings,
-            "batch": self.batch,
-            "epoch": self.epoch,
-            "left": self.left,
-            "order": self.order.get_state(),
-            "random": random_states,  # of each rank
-            "trainers": {trainer.name: trainer.state_dict() for trainer in self.trainers},
-        }
-        if rank() == 0:
-            save(state, path)
-
-    def load(self, path: Path) -> None:
-        """Go on from `path` if it exists. **Exits** with the reason where it is not a checkpoint of this job."""
-        if (state := resume(path, self.settings)) is None:
-            return
-        if state["batch"] < world_size():
-            sys.exit(f"{path} is of a batch of {state['batch']} images, too few for {world_size()} ranks")
-        self.batch, self.epoch, self.left = state["batch"], state["epoch"], state["left"]
-        self.order.set_state(state["order"])
-        if rank() < len(state["random"]):
-            random_state = state["random"][rank()]
-            torch.set_rng_state(random_state["CPU"])
-            if self.device.type == "cuda" and random_state["GPU"] is not None:
-                torch.cuda.set_rng_state(random_state["GPU"])
-        for trainer in self.trainers:
-            trainer.load_state_dict(state["trainers"][trainer.name])
-
-
-def draw_curves(figure: Any, trainers: list[Trainer]) -> None:
-    """The three loss curves, and below them the distances of two of them from one process."""
-    figure.set_size_inches(8, 7)
-    curves, distances = figure.subplots(2, 1, sharex=True)
-    reference = torch.tensor(trainers[0].losses, dtype=torch.float64)
-    for trainer, line, width in zip(trainers, ("-", "--", "-"), (5.0, 2.0, 1.5), strict=True):
-        look = {"color": LOOKS[trainer.name][0], "label": trainer.name}
-        losses = torch.tensor(trainer.losses, dtype=torch.float64)
-        blocks = losses.split(SMOOTHING)
-        steps = [SMOOTHING * index + len(block) / 2 for index, block in enumerate(blocks)]
-        curves.plot(steps, [block.mean() for block in blocks], line, linewidth=width, **look)
-        if trainer is not trainers[0]:
-            difference = (losses - reference).abs().clamp(min=1e-17)  # 0 has no logarithm
-            distances.semilogy(difference, linewidth=1, **look)
-    curves.set(ylabel=f"training loss (mean of {SMOOTHING} steps)", title="One batch, three ways to normalise it")
-    distances.set(xlabel="step", ylabel="difference of the loss from one process's")
-    curves.legend()
-    distances.legend()
+def random_states(device: torch.device) -> list[dict[str, Tensor | None]]:
+    """Return the states of torch's generators on every rank."""
+    gpu_state = torch.cuda.get_rng_state() if device.type == "cuda" else None
+    states = [{"CPU": torch.get_rng_state(), "GPU": gpu_state}] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(states, states[0])
+    return states
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    training = Training(arguments, device)
-    training.run()
+    torch.manual_seed(arguments.seed)
+    dtype, path = getattr(torch, arguments.dtype), arguments.checkpoint
+    images, labels = load_images(dtype, device)
+    test, images, labels = (images[:NUM_TEST], labels[:NUM_TEST]), images[NUM_TEST:], labels[NUM_TEST:]
+    sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
+    trainers = three_ways(build_model(arguments.width).to(device, dtype), sgd)
+    for trainer in trainers:
+        trainer.tests["accuracies"] = []
+    batch, epoch = arguments.images_per_rank * world_size(), 0
+    if batch > len(images):
+        sys.exit(f"all ranks' images make a batch of {batch}, but there are {len(images)}")
+    generator = torch.Generator().manual_seed(arguments.seed)
+    remaining = torch.empty(0, dtype=torch.long)  # indices of this epoch's images that are not yet used
+
+    # A checkpoint must have the same settings. The numbers of ranks and epochs may change.
+    names = "images-per-rank", "steps", "learning-rate", "width", "dtype", "seed"
+    settings = {f"--{name}": str(getattr(arguments, name.replace("-", "_"))) for name in names}
+    if path is not None and (state := resume(path, settings)) is not None:
+        if state["batch"] < world_size():
+            sys.exit(f"{path} has a batch of {state['batch']} images, too few for {world_size()} ranks")
+        batch, epoch, remaining = state["batch"], state["epoch"], state["remaining"]
+        generator.set_state(state["generator"])
+        if rank() < len(state["random"]):
+            random_state = state["random"][rank()]
+            torch.set_rng_state(random_state["CPU"])
+            if device.type == "cuda" and random_state["GPU"] is not None:
+                torch.cuda.set_rng_state(random_state["GPU"])
+        for trainer in trainers:
+            trainer.load_state_dict(state["trainers"][trainer.name])
+
+    steps = arguments.steps or len(images) // batch
+    done = len(trainers[0].losses)
+    with progress_bar(done, arguments.epochs * steps) as advance:
+        while epoch < arguments.epochs:
+            if not len(remaining):
+                remaining = torch.randperm(len(images), generator=generator)[: steps * batch]
+            picked, remaining = remaining[:batch].to(device), remaining[batch:]
+            for trainer in trainers:
+                trainer.step(images[picked], labels[picked])
+            done += 1
+            advance(f"epoch {epoch + 1}/{arguments.epochs}  {last_losses(trainers)}")
+            if not len(remaining):
+                epoch += 1
+                for trainer in trainers:  # The bare module needs no other rank.
+                    trainer.tests["accuracies"].append(accuracy(trainer.module, *test))
+            if path is not None and (done % arguments.checkpoint_every == 0 or epoch == arguments.epochs):
+                state = {"settings": settings, "batch": batch, "epoch": epoch, "remaining": remaining}
+                state |= {"generator": generator.get_state(), "random": random_states(device)}
+                state["trainers"] = {trainer.name: trainer.state_dict() for trainer in trainers}
+                if rank() == 0:
+                    save(state, path)
     if rank() == 0:
-        accuracies = [trainer.tests["accuracies"][-1] for trainer in training.trainers]
-        curves = functools.partial(draw_curves, trainers=training.trainers)
-        report(training.trainers, "test accuracy", accuracies, f"{training.batch} images", arguments, curves=curves)
+        accuracies = [trainer.tests["accuracies"][-1] for trainer in trainers]
+        report(trainers, "test accuracy", accuracies, f"{batch} images", arguments)
 
 
 if __name__ == "__main__":

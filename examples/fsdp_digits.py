@@ -1,11 +1,11 @@
-"""Real handwritten digits with FSDP2: the parameters are sharded over the ranks, the batch normalised over all of them.
+"""Train on real handwritten digits with FSDP2: sharded parameters, and batch norm over all ranks.
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp_digits.py        nccl when each rank has a GPU, else gloo
     torchrun --standalone --nproc-per-node 2 examples/fsdp_digits.py --epochs 1 --steps 20        a few seconds
 
 Convert first, then call fully_shard. For comparison each rank also trains the same weights on the whole batches with
-nn.BatchNorm2d, as one process would; the loss curves agree to rounding. At the end the shards are gathered into an
-ordinary checkpoint, model.pt. A model with nn.BatchNorm2d loads the checkpoint and is evaluated on the test images.
+nn.BatchNorm2d, as one process would; the loss curves agree up to rounding. At the end the shards are gathered into a
+full checkpoint, model.pt. A model with nn.BatchNorm2d loads the checkpoint and is evaluated on the test images.
 Writes model.pt and metrics.json to --output.
 """
 
@@ -41,13 +41,13 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(arguments.seed)
     images, labels = load_images(torch.float64, device)
     test, train = (images[:NUM_TEST], labels[:NUM_TEST]), (images[NUM_TEST:], labels[NUM_TEST:])
-    alone = build_model(arguments.width).to(device, torch.float64)
-    sharded = syncbn.convert_syncbn_model(copy.deepcopy(alone))  # before fully_shard
+    reference = build_model(arguments.width).to(device, torch.float64)
+    sharded = syncbn.convert_syncbn_model(copy.deepcopy(reference))  # before fully_shard
     mesh = init_device_mesh(device.type, (world_size(),))
     for module in (*(child for child in sharded if isinstance(child, ResidualBlock)), sharded):
         fully_shard(module, mesh=mesh)
     sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
-    trainers = [Trainer("one process", alone, sgd), Trainer("FSDP2", sharded, sgd, wrap=lambda model: model)]
+    trainers = [Trainer("one process", reference, sgd), Trainer("FSDP2", sharded, sgd, wrap=lambda model: model)]
     batch = arguments.images_per_rank * world_size()
     if batch > len(train[0]):
         sys.exit(f"all ranks' images make a batch of {batch}, but there are {len(train[0])}")
@@ -71,9 +71,9 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             "final loss": trainers[1].losses[-1],
             "largest distance from one process": distance(trainers[1], trainers[0]),
             "test accuracy": accuracy(loaded, *test),
-            "test accuracy of one process": accuracy(alone, *test),
+            "test accuracy of one process": accuracy(reference, *test),
             "parameters on this rank": sum(x.to_local().numel() for x in sharded.parameters()),
-            "parameters of one process": sum(x.numel() for x in alone.parameters()),
+            "parameters of one process": sum(x.numel() for x in reference.parameters()),
         }
         rows = [(name, f"{value:,}" if isinstance(value, int) else f"{value:.4g}") for name, value in metrics.items()]
         print_table(f"FSDP2 and synchronised batch norm, {world_size()} ranks", ("result", "value"), rows)

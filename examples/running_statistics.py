@@ -1,4 +1,4 @@
-"""Running statistics over more than one batch, and over all ranks. docs/running_statistics.md describes them."""
+"""Running statistics over more than one batch, and over all ranks; see docs/running_statistics.md."""
 
 import copy
 import itertools
@@ -14,16 +14,16 @@ import syncbn
 
 @torch.no_grad()
 def recompute_running_stats(model: nn.Module, loader: DataLoader, empty: Tensor) -> None:
-    """Replace the running statistics by mean and unbiased variance of the data of all ranks.
+    """Replace the running statistics by the mean and the unbiased variance of the data of all ranks.
 
-    The loader's batches begin with the model's input. `empty` is an input without samples, on the model's device, for
-    ranks that have fewer batches than others.
+    The loader's batches begin with the model's input. `empty` is an input without samples, on the model's device,
+    for ranks that have fewer batches than others.
     """
-    copied = syncbn.convert_syncbn_model(copy.deepcopy(model)).eval()  # dropout is off
+    copied = syncbn.convert_syncbn_model(copy.deepcopy(model)).eval()  # without dropout
     for layer in copied.modules():
         if isinstance(layer, syncbn.SyncBatchNorm):
             layer.train().reset_running_stats()
-            layer.momentum = 1.0  # nothing of the old statistics stays
+            layer.momentum = 1.0  # The old statistics have no weight.
             layer.process_group = None  # all ranks
     num_batches = torch.tensor(len(loader), device=empty.device)
     if dist.is_initialized():
@@ -45,7 +45,7 @@ def merge_running_stats(model: nn.Module) -> None:
             if dist.is_initialized():
                 dist.all_reduce(sums)
                 dist.all_reduce(layer.num_batches_tracked, dist.ReduceOp.MAX)
-            if sums[-1] > 0:  # else no rank has trained the layer
+            if sums[-1] > 0:  # Some rank has trained the layer.
                 mean, mean_square = (sums[:-1] / sums[-1]).chunk(2)
                 layer.running_mean.copy_(mean)
                 layer.running_var.copy_((mean_square - mean * mean).clamp(min=0))

@@ -1,22 +1,21 @@
-"""Scenes of real handwritten digits. A small U-Net names every pixel, trained three ways on the same batches.
+"""Train a small U-Net to classify every pixel in scenes of real handwritten digits, in three ways on the same batches.
 
     one process     the whole batch on one process, nn.BatchNorm2d
     syncbn          W ranks under DistributedDataParallel, each with its slice of the batch, syncbn
     local           the same with nn.BatchNorm2d: every rank normalises its slice alone
 
-Each scene has a light of its own. If a rank has one image, local statistics take that light away, which makes training
-easier. But evaluation uses running statistics, which leave the light in, so dark scenes come out empty.
-Statistics of all ranks are nearer to the running ones. The digits of the test scenes are held out.
+Each scene has its own brightness. If a rank has one image, local statistics remove the brightness, which makes training
+easier. But evaluation uses running statistics, which keep it, so the model misses dark scenes. Statistics of all ranks
+are closer to the running statistics. The digits of the test scenes are held out.
 
-A run has one seed. Beside its result it prints the committed results of several seeds, which
-evidence/segmentation_seeds.py makes.
+A run has one seed. The job also prints the committed results of several seeds, from evidence/segmentation_seeds.py.
 
     python examples/segmentation.py                                          one process: all three are the same
     torchrun --standalone --nproc-per-node 2 examples/segmentation.py        two ranks
     torchrun --standalone --nproc-per-node 2 examples/segmentation.py --steps 20 --test-scenes 8        a few seconds
 
-Writes predictions.png (scenes, their labels, what each of the three says) to --output. The data are scikit-learn's:
-1,797 digits of 8 x 8 pixels, inside its wheel, from which scenes of 32 x 32 are composed as they are needed.
+Writes metrics.json and predictions.png (scenes, their labels, the predictions of each way) to --output. The data are
+scikit-learn's: 1,797 digits of 8 x 8 pixels, which its wheel contains. Scenes of 32 x 32 pixels are drawn from them.
 """
 
 import argparse
@@ -40,39 +39,38 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 from trainer import Trainer, distance, last_losses, report, three_ways
 
-SIZE = 32  # pixels of a scene's side
-DIGIT = 8  # pixels of a digit's side
-NUM_PLACES = 20  # tried for the digits of a scene, which do not overlap
-DIGIT_WEIGHT = 5.0  # of a digit's pixel in the loss; the background's is 1
-DARKEST = 0.1  # light of a scene; the brightest has 1
-NUM_TEST = 297  # digits held out; 1,500 to train
-NUM_CLASSES = 11  # background, digits
-NUM_SHOWN = 4  # scenes of the picture, the first ones
+SIZE, DIGIT = 32, 8  # pixels of the side of a scene, and of a digit
+NUM_TRIES = 20  # random positions that are tried for digits, which do not overlap
+DIGIT_WEIGHT = 5.0  # weight of a digit's pixel in the loss; the background has 1
+DARKEST = 0.1  # lowest brightness of a scene; the highest is 1
+NUM_TEST = 297  # held-out digits; the other 1,500 are for training
+NUM_CLASSES = 11  # background, 0, 1, ..., 9
+NUM_SHOWN = 4  # scenes in the picture
 NUM_RECOMPUTED = 100  # batches for recomputed running statistics
-SAME = 1e-3  # of mean IoU: less is no difference; a rounding may change a pixel
+SAME_IOU = 1e-3  # A rounding may change a pixel.
 OVER_SEEDS = Path(__file__).parent / "evidence" / "segmentation_seeds.json"
-CLASS_COLOURS = [BLUE, ORANGE, GREEN, VERMILLION, PURPLE, "#9a7b4f", YELLOW, "#999999", SKY, "#ffffff"]  # of 0 to 9
+DIGIT_COLORS = [BLUE, ORANGE, GREEN, VERMILLION, PURPLE, "#9a7b4f", YELLOW, "#999999", SKY, "#ffffff"]
 
 
-def new_parser(manual: str, name: str, timeout: float = 60) -> argparse.ArgumentParser:
-    """A parser with all options but the seed."""
-    parser = launch.new_parser(manual, name, timeout)
+def new_parser(manual: str, name: str) -> argparse.ArgumentParser:
+    """Return a parser with all options except the seed."""
+    parser = launch.new_parser(manual, name)
     add = parser.add_argument
     add("--steps", type=positive, default=1000, help="steps of the optimizer")
     add("--images-per-rank", type=positive, default=1, help="scenes per rank and step")
     add("--learning-rate", type=float, default=0.01, help="highest, of Adam")
     add("--width", type=positive, default=8, help="channels at full resolution")
-    add("--test-scenes", type=positive, default=200, help="number of them")
+    add("--test-scenes", type=positive, default=200, help="number of test scenes")
     add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
     return parser
 
 
 class Scenes:
-    """Draws scenes: coloured digits over a coloured slope, each scene in a light of its own."""
+    """Draws scenes: colored digits on a colored gradient, each scene with its own brightness."""
 
     def __init__(self, held_out: bool, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         digits = load_digits()
-        chosen = slice(NUM_TEST) if held_out else slice(NUM_TEST, None)  # the data set's order mixes its writers
+        chosen = slice(NUM_TEST) if held_out else slice(NUM_TEST, None)  # The order of the data set mixes its writers.
         self.digits = torch.tensor(digits.images[chosen] / 16)  # (D, 8, 8) in [0, 1]
         self.classes = torch.tensor(digits.target[chosen]) + 1  # (D,) from 1
         self.generator = torch.Generator().manual_seed(seed)
@@ -82,9 +80,9 @@ class Scenes:
         return torch.rand(shape, generator=self.generator, dtype=torch.float64)
 
     def scene(self) -> tuple[Tensor, Tensor]:
-        """An image (3, 32, 32) in [0, 1] and its labels (32, 32)."""
+        """Return an image (3, 32, 32) in [0, 1] and its labels (32, 32)."""
         ink, labels = torch.zeros(SIZE, SIZE, dtype=torch.float64), torch.zeros(SIZE, SIZE, dtype=torch.long)
-        for _ in range(NUM_PLACES):
+        for _ in range(NUM_TRIES):
             top, left = (self.uniform(2) * (SIZE - DIGIT + 1)).int().tolist()
             place = slice(top, top + DIGIT), slice(left, left + DIGIT)
             picked = int(self.uniform(1) * len(self.digits))
@@ -93,12 +91,12 @@ class Scenes:
                 labels[place] = self.classes[picked] * (self.digits[picked] > 0.4)
         background = F.interpolate(0.6 * self.uniform(1, 3, 2, 2), (SIZE, SIZE), mode="bilinear")[0]
         background += 0.1 * (self.uniform(1, SIZE, SIZE) - 0.5)
-        colour = 0.6 + 0.4 * self.uniform(3, 1, 1)
-        light = DARKEST + (1 - DARKEST) * self.uniform(1)
-        return (light * torch.lerp(background, colour, ink)).clamp(0, 1), labels
+        color = 0.6 + 0.4 * self.uniform(3, 1, 1)
+        brightness = DARKEST + (1 - DARKEST) * self.uniform(1)
+        return (brightness * torch.lerp(background, color, ink)).clamp(0, 1), labels
 
     def draw(self, number: int) -> tuple[Tensor, Tensor]:
-        """Images (number, 3, 32, 32) and labels (number, 32, 32)."""
+        """Return images (number, 3, 32, 32) and labels (number, 32, 32)."""
         images, labels = zip(*(self.scene() for _ in range(number)), strict=True)
         return torch.stack(images).to(self.device, self.dtype), torch.stack(labels).to(self.device)
 
@@ -112,12 +110,11 @@ def block(num_in: int, num_out: int) -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Three resolutions, each half the one before; on the way back each is joined to what it was before."""
+    """An encoder with three resolutions and a decoder with skip connections."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        widths = [width, 3 * width, 6 * width]
-        pairs = list(itertools.pairwise(widths))
+        pairs = list(itertools.pairwise([width, 3 * width, 6 * width]))
         self.first = block(3, width)
         self.down = nn.ModuleList(block(fine, coarse) for fine, coarse in pairs)
         self.up = nn.ModuleList(block(fine + coarse, fine) for fine, coarse in reversed(pairs))
@@ -136,25 +133,25 @@ class UNet(nn.Module):
 
 @torch.no_grad()
 def predict(model: nn.Module, images: Tensor) -> Tensor:
-    """Labels (N, 32, 32) for images (N, 3, 32, 32), with running statistics."""
+    """(N, 3, 32, 32) images -> (N, 32, 32) labels, with running statistics."""
     return torch.cat([model.eval()(some).argmax(1) for some in images.split(10)])
 
 
 def ious(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Intersection over union (11,) of background, 0, 1, ..., 9 on all scenes. Each rank predicts a share of them."""
+    """Return the intersection over union (11,) of each class on all scenes; each rank predicts a share of them."""
     images, labels = (whole[rank() :: world_size()] for whole in (images, labels))
-    said, true = (F.one_hot(x, NUM_CLASSES).bool() for x in (predict(model, images), labels))
-    overlap, union = (sum_over_ranks(both.sum((0, 1, 2))) for both in (said & true, said | true))
+    predicted, true = (F.one_hot(x, NUM_CLASSES).bool() for x in (predict(model, images), labels))
+    overlap, union = (sum_over_ranks(both.sum((0, 1, 2))) for both in (predicted & true, predicted | true))
     return overlap / union.clamp(min=1)
 
 
 def test(trainer: Trainer, images: Tensor, labels: Tensor, training: Tensor) -> None:
-    """Note IoUs; of local batch norm also with running statistics that are recomputed from training scenes."""
+    """Record the IoUs; for local batch norm also with running statistics that are recomputed on training scenes."""
     if trainer.sliced:
-        for buffer in trainer.module.buffers():  # rank 0's, which a job would save
-            dist.broadcast(buffer, 0)
-    of_classes = ious(trainer.module, images, labels)
-    trainer.tests = {"mean_iou": of_classes.mean().item(), "ious": of_classes.tolist()}
+        for buffer in trainer.module.buffers():
+            dist.broadcast(buffer, 0)  # A job would save the model of rank 0.
+    iou = ious(trainer.module, images, labels)
+    trainer.tests = {"mean_iou": iou.mean().item(), "ious": iou.tolist()}
     if trainer.name == "local":
         recomputed = copy.deepcopy(trainer.module)
         recompute_running_stats(recomputed, DataLoader(TensorDataset(own(training))), training[:0])
@@ -162,11 +159,11 @@ def test(trainer: Trainer, images: Tensor, labels: Tensor, training: Tensor) -> 
 
 
 def draw_predictions(figure: Any, trainers: list[Trainer], images: Tensor, labels: Tensor) -> None:
-    """A row for each scene: the scene, its labels, and what each model says."""
+    """Draw a row for each scene: the scene, its labels, and the prediction of each model."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    colours = ListedColormap(["#1a1a1f", *CLASS_COLOURS])
+    colors = ListedColormap(["#1a1a1f", *DIGIT_COLORS])
     columns = {"scene": images.permute(0, 2, 3, 1), "labels": labels}
     for trainer in trainers:
         columns[f"{trainer.name}\nmean IoU {trainer.tests['mean_iou']:.0%}"] = predict(trainer.module, images)
@@ -176,16 +173,16 @@ def draw_predictions(figure: Any, trainers: list[Trainer], images: Tensor, label
         way = title.partition("\n")[0]
         column[0].set_title(title, fontsize=11, color=LOOKS[way][0] if way in LOOKS else "black")
         for axes, cell in zip(column, cells, strict=True):
-            axes.imshow(cell.cpu(), cmap=colours, vmin=0, vmax=NUM_CLASSES - 1, interpolation="nearest")
+            axes.imshow(cell.cpu(), cmap=colors, vmin=0, vmax=NUM_CLASSES - 1, interpolation="nearest")
             axes.axis("off")
-    patches = [Patch(color=colours(digit + 1), label=str(digit)) for digit in range(NUM_CLASSES - 1)]
+    patches = [Patch(color=colors(digit + 1), label=str(digit)) for digit in range(NUM_CLASSES - 1)]
     legend = figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), handlelength=1)
     legend.set(frame_on=True)
     legend.get_frame().set(facecolor="#e5e5e5", edgecolor="none")
 
 
 def train(arguments: argparse.Namespace, seed: int, device: torch.device) -> tuple[list[Trainer], Tensor, Tensor]:
-    """Train and test the three ways from one seed. Returns them with the first test scenes and their labels."""
+    """Train and test the three ways from one seed. Return them with the first test scenes and their labels."""
     torch.manual_seed(seed)
     dtype, highest = getattr(torch, arguments.dtype), arguments.learning_rate
     trainers = three_ways(UNet(arguments.width).to(device, dtype), functools.partial(torch.optim.Adam, lr=highest))
@@ -206,37 +203,27 @@ def train(arguments: argparse.Namespace, seed: int, device: torch.device) -> tup
     return trainers, images[:NUM_SHOWN], labels[:NUM_SHOWN]
 
 
-def result(trainer: Trainer, reference: Trainer) -> dict[str, float]:
-    """What is compared over seeds."""
-    return {
-        "final loss": trainer.final_loss(),
-        "largest distance": distance(trainer, reference),
-        **{name: value for name, value in trainer.tests.items() if name.startswith("mean")},
-    }
-
-
 def print_over_seeds(file: Path) -> None:
-    """The table of several seeds that evidence/segmentation_seeds.py wrote into a file, and the command."""
+    """Print the table of several seeds from the file of evidence/segmentation_seeds.py, and its command."""
     results = json.loads(file.read_text())
     ways, rows = results["ways"], []
-    alone = [seed["mean_iou"] for seed in ways["one process"]]
+    reference = [seed["mean_iou"] for seed in ways["one process"]]
     for way, seeds in ways.items():
         scores = [seed["mean_iou"] for seed in seeds]
         loss, score = mean_and_spread([seed["final loss"] for seed in seeds]), mean_and_spread(scores)
-        lower = sum(a < b - SAME for a, b in zip(scores, alone, strict=True))
-        largest = max(seed["largest distance"] for seed in seeds)
-        row = "{:.2f} ± {:.2f}".format(*loss), "{:.1%} ± {:.1%}".format(*score), f"{lower} of {len(seeds)}"
-        rows.append((way, *row, f"{largest:.1e}"))
+        num_lower = sum(a < b - SAME_IOU for a, b in zip(scores, reference, strict=True))
+        cells = "{:.2f} ± {:.2f}".format(*loss), "{:.1%} ± {:.1%}".format(*score), f"{num_lower} of {len(seeds)}"
+        rows.append((way, *cells, f"{max(seed['largest distance'] for seed in seeds):.1e}"))
     recomputed = mean_and_spread([seed["mean_iou_recomputed"] for seed in ways["local"]])
     headings = "training", "final loss", "mean IoU", "seeds with a lower IoU", "largest distance, all seeds"
-    print_table(f"{len(alone)} seeds: mean ± standard deviation ({results['date'][:10]})", headings, rows)
+    print_table(f"{len(reference)} seeds: mean ± standard deviation ({results['date'][:10]})", headings, rows)
     print("Local with recomputed running statistics: mean IoU {:.1%} ± {:.1%}".format(*recomputed))
-    how = f"torchrun --standalone --nproc-per-node {results['ranks']} {results['command']}"
-    print(f"Measured with torch {results['torch']} ({results['device']}) by\n  {how}")
+    command = f"torchrun --standalone --nproc-per-node {results['ranks']} {results['command']}"
+    print(f"Measured with torch {results['torch']} ({results['device']}) by\n  {command}")
 
 
 def conclusion(trainers: list[Trainer], arguments: argparse.Namespace) -> str:
-    """One line that says what this run has shown, and what not."""
+    """Return one line about the claims that this run shows, and those that it does not."""
     if world_size() == 1:
         return "Nothing is shown: in one process all three ways are the same. Start two ranks with torchrun."
     one_process, synchronised, local = (f"{trainer.tests['mean_iou']:.0%}" for trainer in trainers)
@@ -249,14 +236,13 @@ def conclusion(trainers: list[Trainer], arguments: argparse.Namespace) -> str:
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     trainers, images, labels = train(arguments, arguments.seed, device)
-    if rank() != 0:
-        return
-    scores = [trainer.tests["mean_iou"] for trainer in trainers]
-    predictions = functools.partial(draw_predictions, trainers=trainers, images=images, labels=labels)
-    batch = f"{arguments.images_per_rank * world_size()} scenes"
-    report(trainers, "mean IoU", scores, batch, arguments, predictions=predictions)
-    print_over_seeds(OVER_SEEDS)
-    print(conclusion(trainers, arguments))
+    if rank() == 0:
+        scores = [trainer.tests["mean_iou"] for trainer in trainers]
+        predictions = functools.partial(draw_predictions, trainers=trainers, images=images, labels=labels)
+        batch = f"{arguments.images_per_rank * world_size()} scenes"
+        report(trainers, "mean IoU", scores, batch, arguments, predictions=predictions)
+        print_over_seeds(OVER_SEEDS)
+        print(conclusion(trainers, arguments))
 
 
 if __name__ == "__main__":

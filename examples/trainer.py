@@ -1,4 +1,4 @@
-"""Trains models in lockstep, from the same weights on the same whole batches, and compares their loss curves."""
+"""Train several copies of a model in lockstep on the same whole batches, and compare their loss curves."""
 
 import argparse
 import copy
@@ -14,15 +14,18 @@ from torch.optim import Optimizer
 
 import syncbn
 
-SMOOTHING = 25  # steps whose mean is a point of a plotted loss curve, or the final loss
+SMOOTHING = 25  # steps that are averaged for a plotted loss, and for the final loss
 
 Wrap = Callable[[nn.Module], nn.Module]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Trainer:
-    """A model, its optimizer, and what was measured. Each rank trains on its slice of a batch, with the model that
-    `wrap` makes parallel; "one process" is repeated on every rank, with the whole batch."""
+    """A model with its optimizer, losses and test results.
+
+    Each rank trains on its slice of the batch, with the model that `wrap` makes parallel. The trainer named
+    "one process" trains on the whole batch, on every rank.
+    """
 
     def __init__(self, name: str, model: nn.Module, optimizer: MakeOptimizer, wrap: Wrap = parallel) -> None:
         self.name, self.module, self.optimizer = name, model, optimizer(model.parameters())
@@ -32,13 +35,14 @@ class Trainer:
         self.tests: dict[str, Any] = {}
 
     def step(self, images: Tensor, labels: Tensor, class_weights: Tensor | None = None) -> None:
-        """Train on a whole batch, and note its loss."""
+        """Train on a whole batch, and append its loss."""
         num_slices = world_size() if self.sliced else 1
-        whole_weight = len(labels) if class_weights is None else class_weights[labels].sum()
+        total_weight = len(labels) if class_weights is None else class_weights[labels].sum()
         if self.sliced:
             images, labels = own(images), own(labels)
         loss = F.cross_entropy(self.model(images), labels, class_weights, reduction="sum")
-        loss = loss * (num_slices / whole_weight)  # gradients are averaged over ranks, whose slices may differ in size
+        # DDP averages gradients over ranks. This scale gives the gradient of the whole batch, even with uneven slices.
+        loss = loss * (num_slices / total_weight)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -46,11 +50,10 @@ class Trainer:
         self.losses.append((sum_over_ranks(loss) / num_slices if self.sliced else loss).item())
 
     def final_loss(self) -> float:
-        """The mean of the last steps."""
+        """Return the mean loss of the last steps."""
         return statistics.mean(self.losses[-SMOOTHING:])
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training changes."""
         state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
         return state | {"losses": self.losses, "tests": self.tests}
 
@@ -61,26 +64,26 @@ class Trainer:
 
 
 def three_ways(model: nn.Module, optimizer: MakeOptimizer) -> list[Trainer]:
-    """Trainers of copies of the model: on one process, with syncbn, and with local statistics."""
+    """Return trainers of copies of the model: "one process", "syncbn", and "local" (nn.BatchNorm on each rank)."""
     models = {name: copy.deepcopy(model) for name in ("one process", "syncbn", "local")}
     syncbn.convert_syncbn_model(models["syncbn"])
     return [Trainer(name, model, optimizer) for name, model in models.items()]
 
 
 def distance(trainer: Trainer, reference: Trainer) -> float:
-    """The largest difference of two loss curves, in units of the loss."""
+    """Return the largest difference between two loss curves."""
     return max(abs(a - b) for a, b in zip(trainer.losses, reference.losses, strict=True))
 
 
 def last_losses(trainers: list[Trainer]) -> str:
-    """A line for the progress bar."""
+    """Format the last losses for the progress bar."""
     return "  ".join(f"{trainer.name} {trainer.losses[-1]:.3f}" for trainer in trainers)
 
 
 def report(
     trainers: list[Trainer], test: str, scores: list[float], batch: str, arguments: argparse.Namespace, **pictures: Any
 ) -> None:
-    """The layers, a table with each way's score in the test, and the files; on rank 0."""
+    """Print the synchronised layers and a table with each way's score in the test, and write the files."""
     print(syncbn.summary(trainers[1].model))
     rows, runs = [], {}
     for trainer, score in zip(trainers, scores, strict=True):

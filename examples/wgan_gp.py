@@ -1,15 +1,16 @@
-"""A WGAN-GP on real handwritten digits whose gradient penalty goes through synchronised batch norm.
+"""Train a WGAN-GP on real handwritten digits, with a gradient penalty through synchronised batch norm.
 
 The critic f is trained on -mean f(real) + mean f(fake) + lambda * mean (|df / dx| - 1)^2 at points x between real and
 fake images (Gulrajani et al. 2017, https://arxiv.org/abs/1704.00028). The last term is a gradient inside the loss, so
-its own gradient is a second derivative: of the batch over all ranks, since the critic has batch norm. The first steps
-are also computed by one process with the whole batch; the largest difference of its critic's gradients is printed.
+its own gradient is a second derivative. The critic has batch norm, so this is a second derivative of the batch over all
+ranks. The first steps are also computed by one process with the whole batch; the largest difference of its critic's
+gradients is printed.
 
     python examples/wgan_gp.py                                          one process
     torchrun --standalone --nproc-per-node 2 examples/wgan_gp.py        two ranks: nccl when each has a GPU, else gloo
     torchrun --standalone --nproc-per-node 2 examples/wgan_gp.py --steps 10        a few seconds
 
-Writes samples.png (real digits above generated ones) and metrics.json to --output.
+Writes samples.png (real digits above generated digits) and metrics.json to --output.
 """
 
 import argparse
@@ -25,10 +26,10 @@ from torch import Tensor, nn
 
 import syncbn
 
-NUM_LATENT = 16  # numbers that a digit is generated from
+NUM_LATENT = 16  # random numbers per generated digit
 CRITIC_STEPS = 3  # per step of the generator
 PENALTY = 10.0  # lambda
-CHECKED_STEPS = 3  # compared with one process
+NUM_COMPARED = 3  # first steps that are compared with one process
 
 parser = new_parser(__doc__, "wgan_gp")
 add = parser.add_argument
@@ -68,37 +69,43 @@ def build_critic() -> nn.Module:
 
 
 def scores(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of real, fake and in-between images (N, 1, 8, 8), and the latter themselves; `mix` (N, 1, 1, 1) in [0, 1). All
-    three go in one batch: the slope in between is to be that of the very function which scores real and fake."""
-    between = torch.lerp(real, fake.detach(), mix).requires_grad_()
-    real_scores, fake_scores, between_scores = critic(torch.cat((real, fake, between))).chunk(3)
-    return real_scores, fake_scores, between_scores, between
+    """Return the scores of real, fake and mixed images (N, 1, 8, 8), and the mixed images; `mix` is (N, 1, 1, 1).
+
+    All images are in one batch, because the penalty must see the same normalisation as the scores.
+    """
+    mixed = torch.lerp(real, fake.detach(), mix).requires_grad_()
+    return *critic(torch.cat((real, fake, mixed))).chunk(3), mixed
 
 
 def critic_loss(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
-    """The critic's loss, with the penalty."""
-    real_scores, fake_scores, between_scores, between = scores(critic, real, fake, mix)
-    (slope,) = torch.autograd.grad(between_scores.sum(), between, create_graph=True)
+    """Return the critic's loss, with the penalty."""
+    real_scores, fake_scores, mixed_scores, mixed = scores(critic, real, fake, mix)
+    (slope,) = torch.autograd.grad(mixed_scores.sum(), mixed, create_graph=True)
     penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
     return fake_scores.mean() - real_scores.mean() + PENALTY * penalty
 
 
 def distance_from_one_process(critic: nn.Module, ddp: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> float:
-    """max |a - b| / max |b| of the critic's gradients: a on W ranks, b on one process with the whole batch."""
-    alone = syncbn.revert_syncbn_model(copy.deepcopy(critic))
-    critic_loss(alone, real, fake, mix).backward()
+    """Return max |a - b| / max |b| of the critic's gradients: a on W ranks, b on one process with the whole batch."""
+    if dist.is_initialized():
+        fakes = [torch.empty_like(fake) for _ in range(world_size())]
+        dist.all_gather(fakes, fake)
+        fake = torch.cat(fakes)
+    reference = syncbn.revert_syncbn_model(copy.deepcopy(critic))
+    critic_loss(reference, real, fake, mix).backward()
     critic.zero_grad()
     critic_loss(ddp, own(real), own(fake), own(mix)).backward()
-    pairs = [(a.grad, b.grad) for a, b in zip(critic.parameters(), alone.parameters(), strict=True)]
+    pairs = [(a.grad, b.grad) for a, b in zip(critic.parameters(), reference.parameters(), strict=True)]
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
 def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, float]:
-    """The generator, and the largest distance from one process in the first steps."""
+    """Return the trained generator, and the largest distance from one process in the first steps."""
     torch.manual_seed(arguments.seed)
     source, batch = torch.Generator().manual_seed(arguments.seed), arguments.images_per_rank * world_size()
 
-    def draw(distribution: Callable[..., Tensor], *shape: int) -> Tensor:  # of the whole batch, the same on every rank
+    def draw(distribution: Callable[..., Tensor], *shape: int) -> Tensor:
+        """Return a random tensor for the whole batch, the same on every rank."""
         return distribution(batch, *shape, generator=source, dtype=torch.float64).to(images.device)
 
     def draw_real() -> Tensor:
@@ -108,27 +115,24 @@ def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, flo
         model = syncbn.convert_syncbn_model(model).to(images.device, torch.float64)
         return model, parallel(model), torch.optim.Adam(model.parameters(), arguments.learning_rate, betas=(0.5, 0.9))
 
-    generator, parallel_generator, generator_optimizer = prepare(build_generator())
-    critic, parallel_critic, critic_optimizer = prepare(build_critic())
+    generator, generator_ddp, generator_optimizer = prepare(build_generator())
+    critic, critic_ddp, critic_optimizer = prepare(build_critic())
     distance = 0.0
     with progress_bar(0, arguments.steps) as advance:
         for step in range(arguments.steps):
             for _ in range(CRITIC_STEPS):
                 real, mix, noise = draw_real(), draw(torch.rand, 1, 1, 1), draw(torch.randn, NUM_LATENT)
                 with torch.no_grad():
-                    fake = parallel_generator(own(noise))
-                if step < CHECKED_STEPS:
-                    all_fake = [torch.empty_like(fake) for _ in range(world_size())]
-                    dist.all_gather(all_fake, fake) if dist.is_initialized() else all_fake[0].copy_(fake)
-                    fakes = torch.cat(all_fake)
-                    distance = max(distance, distance_from_one_process(critic, parallel_critic, real, fakes, mix))
+                    fake = generator_ddp(own(noise))
+                if step < NUM_COMPARED:
+                    distance = max(distance, distance_from_one_process(critic, critic_ddp, real, fake, mix))
                 critic_optimizer.zero_grad()
-                loss = critic_loss(parallel_critic, own(real), fake, own(mix))
+                loss = critic_loss(critic_ddp, own(real), fake, own(mix))
                 loss.backward()
                 critic_optimizer.step()
             generator_optimizer.zero_grad()
-            fake = parallel_generator(own(draw(torch.randn, NUM_LATENT)))
-            # The bare critic: its gradients are not used, so they need not be averaged.
+            fake = generator_ddp(own(draw(torch.randn, NUM_LATENT)))
+            # The critic's gradients are not used here, so it needs no DDP.
             _, fake_scores, *_ = scores(critic, own(draw_real()), fake, own(draw(torch.rand, 1, 1, 1)))
             (-fake_scores.mean()).backward()
             generator_optimizer.step()
@@ -136,14 +140,7 @@ def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, flo
     return generator, distance
 
 
-def nearest_real(samples: Tensor, images: Tensor) -> float:
-    """Mean Euclidean distance of a sample to the nearest image that is not itself."""
-    distances = torch.cdist(samples.flatten(1), images.flatten(1))
-    return distances.masked_fill(distances == 0, torch.inf).amin(1).mean().item()
-
-
 def draw_samples(figure: Any, real: Tensor, fake: Tensor) -> None:
-    """Two blocks of images: real above, generated below."""
     figure.set_size_inches(8, 4.4)
     for axes, title, images in zip(figure.subplots(2, 1), ("real", "generated"), (real, fake), strict=True):
         rows = [torch.cat(list(nn.functional.pad(row, (1, 1, 1, 1))), 1) for row in images.squeeze(1).split(16)]
@@ -158,15 +155,9 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     if rank() == 0:
         with torch.no_grad():
             samples = generator.eval()(torch.randn(64, NUM_LATENT, dtype=torch.float64, device=device))
-        metrics = {
-            "distance of the critic's gradients from one process": distance,
-            "nearest real digit, from a generated one": nearest_real(samples, digits),
-            "nearest real digit, from a real one": nearest_real(digits[:64], digits),
-            "nearest real digit, from a random image": nearest_real(torch.rand_like(samples), digits),
-        }
-        for name, value in metrics.items():
-            print(f"{name}: {value:.3g}")
-        write(arguments, metrics, samples=lambda figure: draw_samples(figure, digits[:64], samples))
+        name = "distance of the critic's gradients from one process"
+        print(f"{name}: {distance:.3g}")
+        write(arguments, {name: distance}, samples=lambda figure: draw_samples(figure, digits[:64], samples))
 
 
 if __name__ == "__main__":

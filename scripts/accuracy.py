@@ -1,9 +1,9 @@
-"""Print the errors of one training step on inputs where batch norm's formulas lose digits, against a float64 oracle.
+"""Print the errors of one training step on hard inputs, relative to float64 of the same input.
 
     python scripts/accuracy.py
 
-syncbn sums x and x^2 in float64. Beside it: E[x^2] - mean^2 with sums in the input's dtype, which other libraries use;
-and F.batch_norm.
+Compares syncbn, which sums x and x^2 in float64, with E[x^2] - mean^2 in the input's dtype, which other libraries use,
+and with F.batch_norm.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from benchmarks.layers import by_hand
+from benchmarks.layers import hand_written
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -19,12 +19,12 @@ from oracle import HARD_INPUTS, errors_of_one_step
 
 from syncbn.functional import sync_batch_norm
 
-FORMULAS = {"syncbn": sync_batch_norm, "E[x^2] - mean^2": by_hand, "F.batch_norm": F.batch_norm}
+FORMULAS = {"syncbn": sync_batch_norm, "E[x^2] - mean^2": hand_written, "F.batch_norm": F.batch_norm}
 NAMES = ("output", "grad_input", "grad_weight", "grad_bias", "running_mean", "running_var")
 
 torch.set_num_threads(1)
 for dtype in (torch.float32, torch.float64):
-    print(f"\n{dtype}, max |a - b| / max |b| against float64 of the same input (torch {torch.__version__})")
+    print(f"\n{dtype}, max |a - b| / max |b| (torch {torch.__version__})")
     print(f"{'input':<20}{'formula':<18}" + "".join(f"{name:>14}" for name in NAMES))
     for case in HARD_INPUTS:
         for formula, function in FORMULAS.items():

@@ -1,27 +1,24 @@
-"""Time batch norm. Each PART prints where and how it measured, and has a --help of its own.
+"""Time batch norm. Each PART prints where and how it measured, and has its own --help.
 
-    python scripts/bench.py [layers]      layers beside torch's, one written by hand, and the limit that memory sets
-    python scripts/bench.py kernels       each function of the kernels beside a copy
-    python scripts/bench.py guard [REF]   the C++ kernels beside those of another commit
+    python scripts/bench.py [layers]      layers compared with torch's, a hand-written layer, and memory's limit
+    python scripts/bench.py kernels       each function of the kernels compared with a copy
+    python scripts/bench.py guard [REF]   the C++ kernels compared with those of another commit
     python scripts/bench.py steps         whole training steps
-    python scripts/bench.py launches      the host's time for a tiny layer on a GPU, without a GPU
 
-Layers and steps run on several ranks too, under torchrun. Only ratios of times of one run mean anything.
+Layers and steps run on several ranks too, under torchrun. Compare times of one run only.
 """
 
 import argparse
 import importlib
 import sys
 
-PARTS = ("layers", "kernels", "guard", "steps", "launches")
+PARTS = ("layers", "kernels", "guard", "steps")
 
 
 def main() -> None:
-    """Run one part, layers without a name."""
     words = sys.argv[1:]
     if words[:1] in (["-h"], ["--help"]):
-        print(__doc__)
-        return
+        sys.exit(print(__doc__))
     part = words.pop(0) if words and not words[0].startswith("-") else "layers"
     if part not in PARTS:
         sys.exit(f"the parts are {', '.join(PARTS)}, got {part}")

@@ -1,8 +1,8 @@
-"""Makes the package's description from README.md. hatchling runs it, see pyproject.toml.
+"""Make the package's description from README.md. hatchling runs this file, see pyproject.toml.
 
-README.md has relative links, as a clone needs them. The package index has no files beside the description: if
-pyproject.toml sets Repository and Documentation under [project.urls], links and pictures become absolute, and badges
-stand below the title. Without these addresses the description is README.md as it is.
+README.md has relative links, which a clone needs and the package index cannot resolve. This hook makes links and
+pictures absolute and adds badges below the title, provided that pyproject.toml sets Repository and Documentation in
+[project.urls]. Otherwise the description is README.md.
 """
 
 import re
@@ -22,7 +22,7 @@ BADGES = (
 
 
 def description(readme: str, urls: dict[str, str], version: str) -> str:
-    """The text of README.md with absolute targets: pages of the documentation, and files of the tag of this version."""
+    """Return README.md with absolute links: to pages of the documentation, and to files of this version's tag."""
     if not {"Repository", "Documentation"} <= urls.keys():
         return readme
     addresses = {name: address.rstrip("/") for name, address in urls.items()}
@@ -43,7 +43,7 @@ class DescriptionHook(MetadataHookInterface):
     """Sets `readme`."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Called by hatchling when it reads pyproject.toml; it knows the version by then."""
+        """Set the description. hatchling calls this when it reads pyproject.toml."""
         text = Path(self.root, "README.md").read_text()
         text = description(text, metadata.get("urls", {}), metadata["version"])
         metadata["readme"] = {"content-type": "text/markdown", "text": text}

@@ -1,8 +1,8 @@
-"""Builds the kernels for CPUs, which are in C++, where there is a compiler. pip runs it, see pyproject.toml.
+"""Build the C++ kernels for CPUs if there is a compiler. pip runs this file, see pyproject.toml.
 
-Neither torch nor Python's headers are needed: the one symbol of torch, which the kernels find in the process that loads
-them, is linked against a stub made on the spot. So one file serves every Python, and every torch from 2.11. Without a
-compiler, and elsewhere than on Linux, the package is one of Python alone.
+The build needs neither torch nor Python's headers: the kernels use one symbol of torch, which is linked against a stub.
+So one library serves every Python, and every torch from 2.11. Without a compiler, or on another system than Linux, the
+package contains Python files only.
 """
 
 import os
@@ -26,11 +26,9 @@ STUB = 'extern "C" int torch_parallel_for() { return 0; }'
 
 
 def build(root: Path, library: Path, flags: list[str] = FLAGS) -> None:
-    """Compile to the file `library`.
+    """Compile the kernels to the file `library`, with CXX, CXXFLAGS and LDFLAGS of the environment.
 
-    **Raises** OSError without a compiler, CalledProcessError when it fails.
-
-    The environment may set CXX, CXXFLAGS and LDFLAGS.
+    **Raises** OSError without a compiler, CalledProcessError if it fails.
     """
     compiler = shlex.split(os.environ.get("CXX") or "c++")
     flags = flags + shlex.split(os.environ.get("CXXFLAGS", "")) + SHARED + shlex.split(os.environ.get("LDFLAGS", ""))
@@ -41,18 +39,20 @@ def build(root: Path, library: Path, flags: list[str] = FLAGS) -> None:
         subprocess.run([*compiler, "-shared", "-fPIC", stub, *names], check=True)
         source = [root / SOURCE, "-o", f"{folder}/built.so", f"-L{folder}", "-ltorch_cpu"]
         subprocess.run([*compiler, *flags, *source], check=True)
-        unfinished = library.with_suffix(".unfinished")  # beside it, so that the library is replaced at once
+        unfinished = library.with_suffix(
+            ".unfinished"
+        )  # in the same folder, so that the library is replaced atomically
         shutil.copy(f"{folder}/built.so", unfinished)
     unfinished.replace(library)
 
 
 class KernelsHook(BuildHookInterface[Any]):
-    """Adds the library to a wheel, which is then one for this platform."""
+    """Adds the library to a wheel, and tags the wheel for this platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called by hatchling before it makes the wheel; in the source tree too, as an editable install uses that."""
+        """Build the library in the source tree. hatchling calls this before it makes a wheel or an editable install."""
         root = Path(self.root)
-        if version == "editable":  # a folder with the package alone, else `import tests` works too
+        if version == "editable":  # A folder with the package only, so that `import tests` fails.
             link = root / EDITABLE
             link.parent.mkdir(parents=True, exist_ok=True)
             if not link.is_symlink():

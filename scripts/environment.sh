@@ -1,6 +1,5 @@
-# Sourced by the other scripts: `prepare_environment EXTRA...` puts a Python first on PATH that has syncbn with these extras of
-# pyproject.toml. That is .venv in the project, made on first use, to which each script adds what it needs; or the current
-# interpreter when it has torch and pip reaches no index.
+# Sourced by the other scripts. `prepare_environment EXTRA...` puts a Python first on PATH that has syncbn with these extras of
+# pyproject.toml: that of .venv, made on first use, or the current interpreter if it has torch and pip reaches no index.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
@@ -19,7 +18,7 @@ prepare_environment() {
         python3 -m venv .venv
     fi
     export PATH="$PWD/.venv/bin:$PATH"
-    # .venv/prepared has what was installed: this checksum, and a line for each extra.
+    # .venv/prepared lists the installations: the checksum, and a line for each extra.
     if [[ "$(head -n 1 .venv/prepared 2>/dev/null)" != "$wanted" ]]; then
         install_pinned hatchling
         install_pinned --no-build-isolation --editable .
@@ -27,13 +26,13 @@ prepare_environment() {
     fi
     for extra in "$@"; do
         grep -qxF "$extra" .venv/prepared && continue
-        install_pinned "syncbn[$extra]" # syncbn itself is there
+        install_pinned "syncbn[$extra]"
         echo "$extra" >>.venv/prepared
     done
 }
 
-# Triton, with which the GPU's kernels run on CPUs too; 0.6 GB, and for tests only. Not among the constraints, as a torch
-# for GPUs asks for a version of its own and brings it. (The interpreter of 3.6 needs a numpy before 2.4.)
+# Triton runs the GPU kernels on CPUs too, for tests; 0.6 GB. The constraints leave it out, because a torch for GPUs brings its
+# own version. (The interpreter of Triton 3.6 needs a numpy before 2.4.)
 prepare_triton() {
     [[ ! -x .venv/bin/pip ]] || python -c 'import triton' 2>/dev/null || install_pinned --no-deps triton==3.6.0
 }
@@ -42,8 +41,8 @@ pip_reaches_an_index() {
     python3 -m pip download --quiet --no-deps --retries 0 --timeout 5 --dest "$(mktemp -d)" setuptools >/dev/null 2>&1
 }
 
-# pip writes nothing for minutes while it downloads into a log, or unpacks. So there is a line every 10 s on a terminal, where
-# it takes the place of pip's bar, which then goes on below; and every 30 s in a log.
+# pip prints nothing for minutes while it unpacks, or downloads into a log. So print a line every 10 s on a terminal, where it
+# replaces pip's bar, and every 30 s in a log.
 install_pinned() {
     local start=$SECONDS pause=30 erase="" status=0 clock
     if [[ -t 1 ]]; then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What only a machine with a GPU can show, in one run of at most 540 s: see scripts/gpu_run.py, which takes the arguments. Needs
-# no network where python3 has torch, triton and pytest; a part that needs more is skipped. Without a GPU: scripts/gpu.sh --dry-run
+# Run everything that needs a GPU, in at most 540 s. The arguments go to scripts/gpu_run.py. Needs no network if python3 has
+# torch, triton and pytest; a part that needs more is skipped. Without a GPU: scripts/gpu.sh --dry-run
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 [[ ! " $* " =~ " "(-h|--help)" " ]] || exec python3 scripts/gpu_run.py --help

@@ -1,15 +1,15 @@
-"""Read compiled code, without a GPU, for what the Triton kernels need: registers, loads, float64 work.
+"""Read the machine code of the Triton kernels, without a GPU: registers, loads, float64 work.
 
     python scripts/gpu_static.py                            the table of sm_90; a minute or two
     python scripts/gpu_static.py --capability 86 --shapes 32x512x14x14
 
-Calls the kernels of syncbn/kernels/gpu.py for tensors without memory, with a driver in Triton that compiles for the
-GPU asked for and launches nothing. Of each function one launch goes over the whole tensor. In the machine code of its
-kernel, in the innermost loop that loads (or in all of it where none loops), it counts, a thread:
+Calls the kernels of syncbn/kernels/gpu.py on meta tensors, with a Triton driver that compiles for the chosen GPU and
+launches nothing. One launch of each function covers the whole tensor. The columns count, per thread, in the innermost
+loop of its machine code that loads (in the whole code if no loop loads):
 
-    "ins" instructions, "f64" those of float64 and conversions, "bytes" loaded and stored, "load" bytes of the widest
+    "ins" instructions, "f64" float64 instructions and conversions, "bytes" loaded and stored, "load" the widest load
 
-"programs" is how many fit on a multiprocessor at once. Real times are in docs/gpu.md.
+"programs" is the number of programs that fit on a multiprocessor. Measured times are in docs/gpu.md.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,20 +29,19 @@ from unittest import mock
 
 import torch
 import triton
-from benchmarks.kernels import calls_of
-from benchmarks.launches import stand_in_driver
+from benchmarks.kernels import FUNCTIONS, kernel_calls
 from benchmarks.measuring import Case, cases
+from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
 import syncbn.kernels
 
 SHAPES = "32x64x112x112 32x256x56x56 32x512x14x14 32x2048x7x7 8x64x512x512"
 DTYPES = ["float32", "bfloat16"]
-FUNCTIONS = "forward_sums", "backward_sums", "forward_outputs", "backward_outputs"
 
 
 class Machine(NamedTuple):
-    """A GPU, and the limits of a multiprocessor by CUDA's programming guide."""
+    """A GPU, with the limits of a multiprocessor from CUDA's programming guide."""
 
     multiprocessors: int
     shared: int  # bytes
@@ -50,7 +49,7 @@ class Machine(NamedTuple):
     programs: int
 
 
-MACHINES = {  # by capability
+MACHINES = {  # compute capability -> GPU
     80: Machine(108, 164 << 10, 64, 32),  # A100
     86: Machine(82, 100 << 10, 48, 16),  # RTX 3090
     90: Machine(132, 227 << 10, 64, 32),  # H100
@@ -59,27 +58,48 @@ MACHINES = {  # by capability
 
 
 class Launch(NamedTuple):
-    """What a launch passes, and the kernel as it was compiled."""
+    """The arguments of a launch, and the compiled kernel."""
 
     metadata: Any
     binary: bytes
     arguments: dict[str, Any]
 
     def assembly(self) -> str:
-        """The kernel in PTX."""
+        """Return the kernel in PTX."""
         return Path(get_cache_manager(self.metadata.hash).get_file(f"{self.metadata.name}.ptx")).read_text()
+
+
+def stand_in_driver(capability: int, launch: Callable[..., None]) -> SimpleNamespace:
+    """Return a Triton driver for a GPU of this capability that calls `launch(source, metadata, *launch_arguments)`. The
+    compiled binary stands in for the loaded function."""
+    return SimpleNamespace(
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
+            load_binary=lambda name, binary, *_: (
+                1,
+                binary,
+                32,
+                0,
+                1024,
+            ),  # module, function, registers, spills, threads
+            unload_module=lambda module: None,
+        ),
+        launcher_cls=lambda source, metadata: functools.partial(launch, source, metadata),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+    )
 
 
 @functools.cache
 def _recorder(capability: int) -> tuple[ModuleType, list[Launch], SimpleNamespace]:
-    """gpu.py for a GPU of this capability; its launches; and a driver that lists these instead of running them."""
     launches: list[Launch] = []
 
     def launch(source: Any, metadata: Any, x: int, y: int, z: int, stream: object, binary: bytes, *others: Any) -> None:
-        arguments = dict(zip(source.fn.arg_names, others[4:], strict=False))  # before them come hooks and the like
+        arguments = dict(zip(source.fn.arg_names, others[4:], strict=False))  # The first four are hooks.
         launches.append(Launch(metadata, binary, arguments))
 
-    # A copy of the modules, as they keep what they have compiled.
+    # Each capability has its own copy of the modules, because they cache compiled kernels.
     with mock.patch.dict(sys.modules), mock.patch.dict(vars(syncbn.kernels)):
         for name in [name for name in sys.modules if name.startswith("syncbn.kernels.gpu")]:
             del sys.modules[name]
@@ -92,7 +112,7 @@ def _recorder(capability: int) -> tuple[ModuleType, list[Launch], SimpleNamespac
 
 @contextlib.contextmanager
 def recorded(capability: int) -> Iterator[tuple[ModuleType, list[Launch]]]:
-    """The kernels of a GPU of this capability, whose launches are listed instead of done."""
+    """Yield the module of the kernels for a GPU of this capability, and the list to which its launches are added."""
     kernels, launches, driver = _recorder(capability)
     launches.clear()
     triton.runtime.driver.set_active(driver)
@@ -103,30 +123,30 @@ def recorded(capability: int) -> Iterator[tuple[ModuleType, list[Launch]]]:
 
 
 def over_whole_tensor(launches: list[Launch]) -> Launch:
-    """The one of a function that goes over the tensor."""
-    (found,) = [launch for launch in launches if "TILES" in launch.arguments]
-    return found
+    """Return the launch of a function that covers the whole tensor."""
+    (launch,) = [launch for launch in launches if "TILES" in launch.arguments]
+    return launch
 
 
 class Code(NamedTuple):
-    """What a thread does in the loop that matters; and what a program needs."""
+    """Counts per thread in the innermost loop that loads, and the resources of the kernel."""
 
     registers: int
-    spills: int  # loads and stores of them
+    spills: int  # loads and stores of spilled registers
     shared: int  # bytes
     instructions: int
-    float64: int  # of them, without conversions
-    conversions: int  # to and from float64
+    float64: int  # float64 instructions, without conversions
+    conversions: int  # conversions to and from float64
     bytes: int  # loaded and stored
     widest_load: int  # bytes
 
 
 FLOAT64, CONVERSION = re.compile(r"\bD(ADD|MUL|FMA|SETP|MNMX)\b"), re.compile(r"\b(F2F|I2F|F2I)\S*F64")
-WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}  # bytes; without one of these 4
+WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}  # suffix -> bytes; the default is 4
 
 
 def read(launch: Launch) -> Code:
-    """Read the machine code of the kernel."""
+    """Disassemble the kernel and count."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(launch.binary)
         file.flush()
@@ -152,26 +172,26 @@ def read(launch: Launch) -> Code:
     )
 
 
-def _bytes(instruction: str, kind: str) -> int:
-    """That an instruction of this kind moves, 0 for those of another."""
-    parts = re.search(rf"{kind}\.(\S+)", instruction)
-    return 0 if parts is None else next((WIDTHS[part] for part in parts[1].split(".") if part in WIDTHS), 4)
+def _bytes(instruction: str, opcode: str) -> int:
+    """Return the number of bytes that an instruction with this opcode moves, else 0."""
+    suffixes = re.search(rf"{opcode}\.(\S+)", instruction)
+    return 0 if suffixes is None else next((WIDTHS[s] for s in suffixes[1].split(".") if s in WIDTHS), 4)
 
 
 def programs_at_once(launch: Launch, code: Code, machine: Machine) -> int:
-    """How many fit on a multiprocessor."""
+    """Return the number of programs that fit on a multiprocessor."""
     warps = launch.metadata.num_warps
-    by_registers = 65536 // (math.ceil(code.registers / 8) * 8 * 32 * warps)
-    by_shared = machine.shared // (code.shared + 1024)
-    return min(by_registers, by_shared, machine.warps // warps, machine.programs)
+    register_limit = 65536 // (math.ceil(code.registers / 8) * 8 * 32 * warps)
+    shared_limit = machine.shared // (code.shared + 1024)
+    return min(register_limit, shared_limit, machine.warps // warps, machine.programs)
 
 
 def table(capability: int, shapes: list[str], dtypes: list[str]) -> Iterator[tuple[Case, str, Code, int]]:
-    """Of each case and function the launch that goes over the whole tensor: its code, and the programs at once."""
+    """Yield each case and function with the code of its launch over the whole tensor, and its programs at once."""
     for case in cases(shapes, dtypes):
         for function in FUNCTIONS:
             with recorded(capability) as (kernels, launches):
-                calls_of(kernels, case, torch.device("meta"))[function][0]()
+                kernel_calls(case, torch.device("meta"), kernels)[function][0]()
             launch = over_whole_tensor(launches)
             code = read(launch)
             yield case, function, code, programs_at_once(launch, code, MACHINES[capability])

@@ -1,14 +1,12 @@
-"""Trains models of other libraries on W ranks and on one process with the whole batch, and compares.
+"""Train models of other libraries on W ranks, and on one process with the whole batch, and compare.
 
-    scripts/libraries.sh                    installs the libraries, tries all, and fills in docs/works_with.md
-    scripts/libraries.sh monai timm         tries these, and writes nothing
+    scripts/libraries.sh                    installs the libraries, and trains all models
+    scripts/libraries.sh monai timm         trains the models of these libraries
 
-Opacus trains no model: the lines of docs/works_with.md must make it refuse converted layers.
-
-A loss, output, gradient, parameter or buffer may differ by 1e-9 of the largest of its kind, in float64, or by 100 times
-what nn.BatchNorm on one process differs from itself when the samples come in another order. A model that differs by
-more does not match, and the script ends with status 1. It also prints which models refuse a batch without samples, with
-which a rank that has run out of data goes on.
+Prints the lines of the table in docs/works_with.md, and the models that refuse a batch without samples, which a rank
+needs when it has run out of data. A model matches if every loss, output, gradient, parameter and buffer differs by at
+most 1e-9 of the largest value of its kind, in float64. The exit status is 1 if a model does not match. For Opacus, the
+script runs the code block of docs/works_with.md and checks that Opacus then refuses converted layers.
 """
 
 import copy
@@ -20,7 +18,7 @@ from datetime import date
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,27 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import syncbn
-from syncbn.testing import TOLERANCES, _train, differences, local_layers
+from syncbn.testing import TOLERANCES, differences, local_layers
 
 PAGE = Path(__file__).parent.parent / "docs" / "works_with.md"
-ROUNDING = 100  # times what the order of the samples changes
 STEPS = 2
-SAMPLES = 5  # on 2 ranks 3 and 2
+SAMPLES = 5  # 3 and 2 on two ranks
 IMAGES = (SAMPLES, 3, 64, 64)
-
-Case = tuple[str, Callable[[], nn.Module], tuple[int, ...]]  # name, builds the model, shape of its input
-
-
-class Row(NamedTuple):
-    library: str
-    model: str
-    layers: int  # synchronised
-    error: float  # of W ranks, the largest
-    rounding: float  # of one process, whose samples come in another order
-    refusal: str  # of a batch without samples; empty for a model that takes it
+Case = tuple[str, Callable[[], nn.Module], tuple[int, ...]]  # name, function that builds the model, shape of its input
 
 
-def of_timm() -> Iterator[Case]:
+def timm() -> Iterator[Case]:
     from timm import create_model
 
     names = """resnet18 regnety_002 repvgg_a0 mobilenetv3_small_050 mobilenetv4_conv_small_035 mnasnet_small lcnet_035
@@ -57,7 +44,7 @@ def of_timm() -> Iterator[Case]:
         yield name, partial(create_model, name, num_classes=10), IMAGES
 
 
-def of_segmentation_models() -> Iterator[Case]:
+def segmentation_models() -> Iterator[Case]:
     import segmentation_models_pytorch as smp
 
     encoder = "timm-mobilenetv3_small_minimal_100"
@@ -65,7 +52,7 @@ def of_segmentation_models() -> Iterator[Case]:
         yield name, partial(getattr(smp, name), encoder, encoder_weights=None, classes=2), IMAGES
 
 
-def of_monai() -> Iterator[Case]:
+def monai() -> Iterator[Case]:
     from monai.networks import nets
 
     flat, deep = ({"spatial_dims": dims, "in_channels": 1, "out_channels": 2} for dims in (2, 3))
@@ -75,31 +62,34 @@ def of_monai() -> Iterator[Case]:
     sizes = {"kernel_size": (3, 3, 3), "strides": (1, 2, 2), "upsample_kernel_size": (2, 2), "filters": (4, 8, 16)}
     blocks = {"init_filters": 4, "blocks_down": (1, 1, 1), "blocks_up": (1, 1), "norm": "batch"}
     growth = {"init_features": 8, "growth_rate": 4, "block_config": (2, 2, 2)}
-    on_meta_tensors: list[Case] = [
+    meta_cases: list[Case] = [
         ("UNet, 3d", partial(nets.UNet, **deep, **few, num_res_units=2, norm="batch"), volume),
         ("VNet", partial(nets.VNet, **flat), image),
         ("SegResNet, 3d", partial(nets.SegResNet, **deep, **blocks), volume),
         ("DenseNet, 3d", partial(nets.DenseNet, **deep, **growth), (SAMPLES, 1, 32, 32, 32)),
         ("resnet10, 3d", partial(nets.resnet10, n_input_channels=1, num_classes=2, widen_factor=0.25), volume),
     ]
-    yield from on_meta_tensors
+    yield from meta_cases
     yield "BasicUNetPlusPlus", partial(nets.BasicUNetPlusPlus, **flat, **features), image
     yield "AttentionUnet", partial(nets.AttentionUnet, **flat, **few), image
     yield "DynUNet, 3d", partial(nets.DynUNet, **deep, **sizes, norm_name="batch"), volume
-    for name, build, shape in on_meta_tensors:
-        yield f"{name}, MetaTensor", lambda build=build: OnMetaTensors(build()), shape
+    for name, build, shape in meta_cases:
+        yield f"{name}, MetaTensor", lambda build=build: MetaTensors(build()), shape
 
 
-def of_ultralytics() -> Iterator[Case]:
+def ultralytics() -> Iterator[Case]:
     from ultralytics.nn import tasks
 
-    for name in ("yolov5n", "yolov8n", "yolo11n"):
-        yield name, partial(tasks.DetectionModel, f"{name}.yaml", nc=2, verbose=False), IMAGES
-    yield "yolo11n-seg", partial(tasks.SegmentationModel, "yolo11n-seg.yaml", nc=2, verbose=False), IMAGES
-    yield "yolo11n-cls", partial(tasks.ClassificationModel, "yolo11n-cls.yaml", nc=2, verbose=False), IMAGES
+    for task, names in {
+        "Detection": "yolov5n yolov8n yolo11n",
+        "Segmentation": "yolo11n-seg",
+        "Classification": "yolo11n-cls",
+    }.items():
+        for name in names.split():
+            yield name, partial(getattr(tasks, f"{task}Model"), f"{name}.yaml", nc=2, verbose=False), IMAGES
 
 
-def of_lightly() -> Iterator[Case]:
+def lightly() -> Iterator[Case]:
     from lightly.models import ResNetGenerator, modules
 
     for name in ("SimCLR", "BYOL", "SimSiam", "BarlowTwins", "SwaV", "NNCLR", "MMCR"):
@@ -107,16 +97,16 @@ def of_lightly() -> Iterator[Case]:
     yield "ResNetGenerator", partial(ResNetGenerator, "resnet-18", width=0.25), (SAMPLES, 3, 32, 32)
 
 
-def of_torch_geometric() -> Iterator[Case]:
+def torch_geometric() -> Iterator[Case]:
     import torch_geometric.nn as pyg
 
-    graphs = (SAMPLES, 6, 8)  # with 6 nodes of 8 features each
+    graphs = (SAMPLES, 6, 8)  # each graph has 6 nodes with 8 features
     for name in ("GCN", "GraphSAGE", "GIN", "GAT", "EdgeCNN"):
-        yield name, lambda name=name: OnRings(getattr(pyg, name)(8, 16, 2, norm="batch_norm")), graphs
+        yield name, lambda name=name: Rings(getattr(pyg, name)(8, 16, 2, norm="batch_norm")), graphs
     yield "MLP", partial(pyg.MLP, [8, 16, 16, 4]), (9, 8)
 
 
-def of_transformers() -> Iterator[Case]:
+def transformers() -> Iterator[Case]:
     import transformers as hf
 
     small = {"hidden_sizes": [8, 16], "depths": [1, 1], "embedding_size": 8}
@@ -124,7 +114,7 @@ def of_transformers() -> Iterator[Case]:
     series = {"num_input_channels": 2, "context_length": 32, "patch_length": 4, "patch_stride": 4, "d_model": 16}
     heads = {"num_attention_heads": 2, "num_hidden_layers": 2, "ffn_dim": 16, "norm_type": "batchnorm"}
     segformer = {"depths": [1] * 4, "hidden_sizes": [8] * 4, "num_attention_heads": [1] * 4, "decoder_hidden_size": 16}
-    for name, end, options, shape in (
+    for name, suffix, options, shape in (
         ("ResNet", "Model", small, IMAGES),
         ("RegNet", "Model", {"groups_width": 8, **small}, IMAGES),
         ("MobileNetV1", "Model", {"depth_multiplier": 0.25}, IMAGES),
@@ -134,7 +124,7 @@ def of_transformers() -> Iterator[Case]:
         ("PatchTST", "Model", {**series, **heads}, (SAMPLES, 32, 2)),
     ):
         config = getattr(hf, f"{name}Config")(**options)
-        yield f"{name}{end}", partial(getattr(hf, f"{name}{end}"), config), shape
+        yield f"{name}{suffix}", partial(getattr(hf, f"{name}{suffix}"), config), shape
 
 
 class Wrapper(nn.Module):
@@ -143,7 +133,7 @@ class Wrapper(nn.Module):
         self.network = network
 
 
-class OnRings(Wrapper):
+class Rings(Wrapper):
     """A graph network on N rings of nodes: (N, nodes, features) -> (N, nodes, features)."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +144,7 @@ class OnRings(Wrapper):
         return self.network(x.flatten(0, 1), edges).unflatten(0, (num_graphs, num_nodes))
 
 
-class OnMetaTensors(Wrapper):
+class MetaTensors(Wrapper):
     """A network on the MetaTensor that MONAI's DataLoader makes of the samples."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,87 +158,62 @@ class OnMetaTensors(Wrapper):
         return output.as_tensor()
 
 
+LIBRARIES: dict[str, Callable[[], Iterator[Case]]] = {  # name of pip -> cases
+    "segmentation-models-pytorch": segmentation_models,
+    "monai": monai,
+    "ultralytics": ultralytics,
+    "lightly": lightly,
+    "torch-geometric": torch_geometric,
+    "transformers": transformers,
+    "timm": timm,
+}
+
+
 def loss_of(output: Any) -> Tensor:
-    """Of all tensors of an output, the mean over samples of what is not constant behind a batch norm."""
+    """Return the sum over all output tensors of a mean that is not constant after a batch norm."""
     if isinstance(output, Tensor):
         return F.softplus(output).mean()
     parts = output.values() if isinstance(output, Mapping) else output
     return torch.stack([loss_of(part) for part in parts if part is not None]).sum()
 
 
-def try_model(library: str, name: str, build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Row:
-    """Convert and train it; the shape is that of the whole batch."""
+def try_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[int, float, str]:
+    """Convert and train a model on a batch of this shape. Return the number of its synchronised layers, its largest
+    relative difference from one process, and the error that a batch without samples raises, or ""."""
     torch.manual_seed(0)
     model, x = build().double().train(), torch.randn(shape, dtype=torch.float64)
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()
-    first, second = gradients_after_training(model, x), gradients_after_training(model, x.flip(0))
-    used = [pair for pair in zip(first, second, strict=True) if None not in pair]
-    rounding = max(float((a - b).abs().max()) for a, b in used) / max(float(a.abs().max()) for a, _ in used)
-    for parameter, gradient in zip(model.parameters(), first, strict=True):
-        parameter.requires_grad_(gradient is not None)  # DistributedDataParallel waits for all others
+    trial = copy.deepcopy(model)
+    loss_of(trial(x)).backward()
+    for parameter, tried in zip(model.parameters(), trial.parameters(), strict=True):
+        parameter.requires_grad_(tried.grad is not None)  # DDP waits for the gradients of all such parameters.
     syncbn.convert_syncbn_model(model)
     if local := local_layers(model):
         raise RuntimeError(f"not synchronised: {', '.join(local)}")
-    found, trained = differences(model, (x,), loss_of, STEPS)
-    layers = sum(isinstance(module, syncbn.SyncBatchNorm) for module in trained.modules())
-    return Row(library, name, layers, max(one.relative for one in found), rounding, refusal_of_empty_batch(model, x))
-
-
-def refusal_of_empty_batch(model: nn.Module, x: Tensor) -> str:
-    """The error of a training step of all ranks without samples."""
+    errors, trained = differences(model, (x,), loss_of, STEPS)
+    refusal = ""
     try:
         loss_of(model(x[:0])).backward()
     except Exception as error:
-        return str(error)
-    return ""
-
-
-def gradients_after_training(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    """Of the last step, with nn.BatchNorm on one process; the model stays as it is."""
-    model = copy.deepcopy(model)
-    _train(model, [x], loss_of, STEPS, share=1.0)
-    return [parameter.grad for parameter in model.parameters()]
-
-
-LIBRARIES: dict[str, Callable[[], Iterator[Case]]] = {  # by the names that pip knows
-    "segmentation-models-pytorch": of_segmentation_models,
-    "monai": of_monai,
-    "ultralytics": of_ultralytics,
-    "lightly": of_lightly,
-    "torch-geometric": of_torch_geometric,
-    "transformers": of_transformers,
-    "timm": of_timm,
-}
+        refusal = str(error)
+    num_layers = sum(isinstance(module, syncbn.SyncBatchNorm) for module in trained.modules())
+    return num_layers, max(error.relative for error in errors), refusal
 
 
 def try_opacus() -> None:
-    """**Raises** RuntimeError unless Opacus refuses converted layers behind the page's lines, and only there."""
+    """Raise RuntimeError unless the page's code block makes Opacus refuse converted layers."""
     from opacus.validators import ModuleValidator
 
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    (lines,) = (block for block in blocks if "opacus" in block)
+    (block,) = (block for block in blocks if "opacus" in block)
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.SyncBatchNorm(3)))
     before = [ModuleValidator.is_valid(layer) for layer in model]
-    exec(lines, {"model": model, "nn": nn, "syncbn": syncbn})
-    behind = [ModuleValidator.is_valid(layer) for layer in model]
-    if (before, behind) != ([True] * 3, [False] * 3):
-        raise RuntimeError(f"Opacus finds the layers valid: {before} before the page's lines, {behind} behind them")
-
-
-def write(rows: list[Row]) -> None:
-    """Write the figures of the page: a line for each library, with the errors of its worst model. The words stay."""
-    table = ""
-    for library in dict.fromkeys(row.library for row in rows):
-        its_rows = [row for row in rows if row.library == library]
-        models = "; ".join(f"{row.model} ({row.layers})" for row in its_rows)
-        worst = max(its_rows, key=lambda row: row.error)
-        cells = library, version(library), models, f"{worst.error:.1e}", f"{worst.rounding:.1e}", date.today()
-        table += f"| {' | '.join(map(str, cells))} |\n"
-    text = re.sub(r"^\d+ models", f"{len(rows)} models", PAGE.read_text(), count=1, flags=re.MULTILINE)
-    text = re.sub(r"torch \d[^,]*, CPU", f"torch {torch.__version__}, CPU", text, count=1)
-    PAGE.write_text(re.sub(r"(?<=\|---\|\n)(\|.*\n)+", table, text, count=1))
+    exec(block, {"model": model, "nn": nn, "syncbn": syncbn})
+    after = [ModuleValidator.is_valid(layer) for layer in model]
+    if (before, after) != ([True] * 3, [False] * 3):
+        raise RuntimeError(f"Opacus accepts the layers: {before} before the page's code block, {after} after it")
 
 
 def main() -> int:
@@ -256,30 +221,30 @@ def main() -> int:
     libraries = sys.argv[1:] or known
     if unknown := {*libraries} - {*known}:
         raise SystemExit(f"libraries are {', '.join(known)}, got {', '.join(sorted(unknown))}")
-    warnings.simplefilter("ignore")  # the libraries' own; what is not converted is an error here
+    warnings.simplefilter("ignore")  # Layers that are not converted raise an error here.
     try:
         __import__("torchvision")
-    except RuntimeError:  # a build that does not fit torch has no operators; two must have a name to import it
+    except RuntimeError:  # torchvision for GPUs fails with torch for CPUs, unless two operators have a definition.
         for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
     dist.init_process_group("gloo")
-    is_first, all_match, rows = dist.get_rank() == 0, True, []
+    all_match = True
     for library in libraries:
         if library == "opacus":
             try_opacus()
             continue
-        for case in LIBRARIES[library]():
-            row = try_model(library, *case)
-            rows.append(row)
-            matches = row.error <= max(TOLERANCES[torch.float64], ROUNDING * row.rounding)
-            all_match = all_match and matches
-            if is_first:
-                print("" if matches else "DOES NOT MATCH", *row, flush=True)
-        if is_first:
-            tried = [row.refusal for row in rows if row.library == library]
-            print(f"{tried.count('')} of {len(tried)} models of {library} take a batch without samples", flush=True)
-        if is_first and not sys.argv[1:]:
-            write(rows)
+        results = {name: try_model(build, shape) for name, build, shape in LIBRARIES[library]()}
+        models = "; ".join(f"{name} ({num_layers})" for name, (num_layers, _, _) in results.items())
+        largest = max(error for _, error, _ in results.values())
+        wrong = [name for name, (_, error, _) in results.items() if error > TOLERANCES[torch.float64]]
+        all_match = all_match and not wrong
+        if dist.get_rank() == 0:
+            print(f"| {library} | {version(library)} | {models} | {largest:.1e} | {date.today()} |")
+            for name, (_, error, refusal) in results.items():
+                if name in wrong:
+                    print(f"DOES NOT MATCH: {name}, {error:.1e}")
+                if refusal:
+                    print(f"{name} refuses a batch without samples: {refusal[:200]}", flush=True)
     dist.destroy_process_group()
     return not all_match
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# scripts/test.sh --quick, and what is compiled, with several versions of torch and Python, each in a clone of the last commit.
-# Says which cannot be installed here. Downloads gigabytes, and takes long: by hand. Arguments: versions of torch.
+# Run scripts/test.sh --quick, and the tests that compile, with several versions of torch and Python, each in a clone of the
+# last commit. Prints which versions cannot be installed. Downloads gigabytes. Arguments: versions of torch.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ $# -gt 0 ]] || set -- 2.11.0 2.13.0 2.15.0

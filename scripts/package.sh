@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Builds the sdist and the wheel of the last commit into runs/dist, and installs the package in each way that users have, with
-# a C++ compiler and without, into an environment that has torch and nothing of this project; runs tests/test_tiny.py there,
-# and ends with a table. Some minutes: by hand.
+# Build the sdist and the wheel of the last commit in runs/dist. Then install the package in all ways, with a C++ compiler and
+# without, in an environment that has torch, run tests/test_tiny.py there, and print a table. Takes some minutes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment test
@@ -16,26 +15,26 @@ python -m build --outdir "$folder/dist" "$folder/clone" >runs/build.log 2>&1 || 
 auditwheel repair --exclude libtorch_cpu.so --wheel-dir runs/dist "$folder"/dist/*.whl
 cp "$folder"/dist/*.tar.gz runs/dist
 (cd "$folder" && python -m zipfile -e dist/*.whl wheel)
-echo "symbols that the libraries take from others:"
+echo "symbols that the libraries import:"
 nm --dynamic --undefined-only "$folder"/wheel/syncbn/*/_*.so
 CXX=false python -m build --wheel --outdir runs/dist "$folder/clone" >>runs/build.log 2>&1
 ls -l runs/dist
 
-install_for_user() { # into the environment that users have
+install_for_user() {
     "$folder/user/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
 }
 python3 -m venv "$folder/user"
 install_for_user --constraint scripts/constraints.txt torch pytest numpy
 cp tests/{conftest,test_tiny,trained_as_one}.py "$folder"
 sdist=$(echo runs/dist/*.tar.gz) wheel=$(echo runs/dist/*manylinux*.whl)
-try() { # WAY COMMAND...: with a compiler and without, and a line of the table for each
+try() { # WAY COMMAND...: a line of the table with a compiler, and one without
     for compiler in c++ false; do
         start=$SECONDS
         CXX=$compiler "${@:2}"
         seconds=$((SECONDS - start))
-        says=$(cd "$folder" && user/bin/python -m syncbn info | grep -o 'cpu: [^;]*')
+        kernels=$(cd "$folder" && user/bin/python -m syncbn info | grep -o 'cpu: [^;]*')
         tested=$(cd "$folder" && user/bin/python -m pytest -q test_tiny.py | tail -n 1)
-        printf '%s\t%s\t%s s\t%s\t%s\n' "$1" "$([[ $compiler == c++ ]] && echo compiler || echo none)" "$seconds" "$says" "$tested" |
+        printf '%s\t%s\t%s s\t%s\t%s\n' "$1" "$([[ $compiler == c++ ]] && echo compiler || echo none)" "$seconds" "$kernels" "$tested" |
             tee -a "$folder/table"
         "$folder/user/bin/python" -m pip uninstall --quiet --yes syncbn
         rm -f "$folder"/clone/syncbn/*/_*.so

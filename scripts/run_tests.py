@@ -1,12 +1,13 @@
-"""Runs the tests in parts and says when each starts and ends, and every 10 s (in a log every 30 s) how far they are.
+"""Run the tests in parallel parts, and print the progress every 10 s (in a log every 30 s).
 
     scripts/test.sh                     makes .venv first
-    scripts/test.sh --quick             2 ranks, and no file that mostly starts programs, compiles or interprets
+    scripts/test.sh --quick             2 ranks; no file that mostly starts programs, compiles or interprets
     scripts/test.sh --nightly           the tests of the scripts, the guides and the tests themselves
     scripts/test.sh -k mask             other arguments go to pytest
 
-The parts on 2, 3 (with the reference kernels) and 4 ranks come last, as they use all cores. The output of each part
-goes to runs/tests. At the end stand the ends of those that failed, and pytest's summary of each part.
+The parts on 2, 3 (with the reference kernels) and 4 ranks start last, because they use all cores. The output of each
+part goes to runs/tests. At the end, print the logs of the failed parts and pytest's summary of every part.
+(pytest-xdist cannot start ranks, and make shows no progress.)
 """
 
 import os
@@ -18,9 +19,9 @@ import time
 from pathlib import Path
 
 LOGS = Path("runs/tests")
-AT_ONCE = 4  # parts run, as those that start programs wait more than they compute
+AT_ONCE = 4  # Parts that start programs wait more than they compute.
 LINE_SECONDS = 10.0 if sys.stdout.isatty() else 30.0
-FAILED_LINES = 200  # of a log are shown
+FAILED_LINES = 200  # lines shown of a failed part's log
 STARTS_PROGRAMS = {  # part -> its files, tests/test_NAME.py; the longest part comes first
     "programs": "lightning package readme testing",
     "crashes": "crashes faults two_hosts",
@@ -28,28 +29,24 @@ STARTS_PROGRAMS = {  # part -> its files, tests/test_NAME.py; the longest part c
 }
 COMPILES = "test_gpu_static", "test_inductor", "distributed/test_compile", "distributed/test_compile_on_one_rank"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"
-# Each test has a line in the log, with its number, and is the last line while it runs.
-PYTEST = "pytest -v -o console_output_style=count"
+PYTEST = "pytest -v -o console_output_style=count"  # prints a line with the number of each test
 
 
 class Part:
-    """A pytest, or one on each of several ranks."""
+    """A pytest in one process or on several ranks."""
 
-    def __init__(self, name: str, modules: str, arguments: list[str], **environment: str) -> None:
-        self.name, self.log = name, LOGS / f"{name}.log"
-        self.command = [sys.executable, "-m", *modules.split(), *arguments]
-        self.environment = environment
+    def __init__(self, name: str, module: str, *arguments: str, **environment: str) -> None:
+        self.name, self.log, self.environment = name, LOGS / f"{name}.log", os.environ | environment
+        self.command = [sys.executable, "-m", *module.split(), *arguments]
 
     def start(self) -> None:
         self.start_time = time.monotonic()
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                self.command, env=os.environ | self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                process_group=0,  # which can be ended as one
-            )  # fmt: skip
+            options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "process_group": 0}
+            self.process = subprocess.Popen(self.command, env=self.environment, **options)
 
     def end(self) -> None:
-        """End it with all that it has started, if it runs."""
+        """End the part with all processes that it has started."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
             self.process.wait()
@@ -61,51 +58,54 @@ class Part:
         return self.process.returncode not in (0, 5)  # 5: the arguments select no test of this part
 
     def progress(self) -> str:
-        """How many of its tests have ended, and how many of these have failed."""
         ended = re.findall(r"\[ *(\d+/\d+)\]$", self.text(), re.MULTILINE)
         num_failed = len(re.findall(r" (?:FAILED|ERROR) .*\[ *\d+/\d+\]$", self.text(), re.MULTILINE))
         return f"{self.name} {ended[-1] if ended else 'starts'}" + f" ({num_failed} failed)" * (num_failed > 0)
 
     def summary(self) -> str:
-        """pytest's last line, or why there is none."""
+        """Return pytest's last line, or the exit status."""
         lines = re.findall(r"^=+ .* in [0-9.]+s.*$", self.text(), re.MULTILINE)
         return lines[-1] if lines else f"exit status {self.process.returncode}, without a summary"
 
 
-def parts_of(which: str, arguments: list[str]) -> list[Part]:
-    """The parts of "--quick", "--nightly" or, with neither, of all tests, in the order in which they start."""
+def test_file(name: str) -> str:
+    return f"tests/test_{name}.py"
+
+
+def on_ranks(count: int) -> str:
+    return f"{TORCHRUN} {count} -m {PYTEST} -p voting"
+
+
+def make_parts(which: str, arguments: list[str]) -> list[Part]:
+    """Return the parts of "--quick", "--nightly" or all tests (""), in the order in which they start."""
     if which == "--nightly":
-        return [Part("nightly", PYTEST, ["tests/nightly", *arguments])]
+        return [Part("nightly", PYTEST, "tests/nightly", *arguments)]
     quick = which == "--quick"
-    apart = [f"tests/test_{name}.py" for name in " ".join(STARTS_PROGRAMS.values()).split()]
+    apart = ["tests/nightly", *map(test_file, " ".join(STARTS_PROGRAMS.values()).split())]
     apart += [f"tests/{name}.py" for name in COMPILES if quick]
-    ignored = [f"--ignore={file}" for file in ("tests/nightly", *apart)]
-    parts = []
-    if not quick:
-        for name, files in STARTS_PROGRAMS.items():
-            parts.append(Part(name, PYTEST, [*(f"tests/test_{file}.py" for file in files.split()), *arguments]))
-        interpreted = ["tests/test_kernels.py", "-m", "triton", *arguments]
-        parts.append(Part("interpreted", PYTEST, interpreted, TRITON_INTERPRET="1"))
-    parts.append(Part("one process", PYTEST, ["tests", "--ignore=tests/distributed", *ignored, *arguments]))
+    others = [*(f"--ignore={file}" for file in apart), *arguments]
     path = os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])])
+    interpreted = {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    parts = [Part("one process", PYTEST, "tests", "--ignore=tests/distributed", *others)]
     for count in (2,) if quick else (2, 3, 4):
-        kernels = {"SYNCBN_KERNELS": "reference"} if count == 3 else {}
-        on_ranks = f"{TORCHRUN} {count} -m {PYTEST} -p voting"
-        chosen = ["tests/distributed", *ignored, *arguments]
-        parts.append(Part(f"{count} ranks", on_ranks, chosen, PYTHONPATH=path, **kernels))
-        if count == 2 and not quick:
-            played = ["tests/distributed/test_status.py", *arguments]
-            parts.append(Part("2 ranks, interpreted", on_ranks, played, PYTHONPATH=path, TRITON_INTERPRET="1"))
+        environment = {"PYTHONPATH": path} | ({"SYNCBN_KERNELS": "reference"} if count == 3 else {})
+        parts.append(Part(f"{count} ranks", on_ranks(count), "tests/distributed", *others, **environment))
+    if not quick:
+        programs = [Part(p, PYTEST, *map(test_file, n.split()), *arguments) for p, n in STARTS_PROGRAMS.items()]
+        programs.append(Part("interpreted", PYTEST, test_file("kernels"), "-m", "triton", *arguments, **interpreted))
+        status = "tests/distributed/test_status.py"
+        parts.insert(2, Part("2 ranks, interpreted", on_ranks(2), status, *arguments, **interpreted))
+        parts = programs + parts
     return parts
 
 
 def run(parts: list[Part]) -> bool:
-    """Run them, and print how they go. Returns whether all have passed."""
+    """Run the parts and print their progress. Return whether all have passed."""
     LOGS.mkdir(parents=True, exist_ok=True)
     start = last_line = time.monotonic()
     waiting, running = [*parts], []
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         nonlocal last_line
         last_line = time.monotonic()
         print(f"[{last_line - start:4.0f} s] {text}", flush=True)
@@ -115,14 +115,15 @@ def run(parts: list[Part]) -> bool:
             while waiting and len(running) < AT_ONCE:
                 running.append(waiting.pop(0))
                 running[-1].start()
-                say(f"{running[-1].name} has started")
+                log(f"{running[-1].name} has started")
             for part in [part for part in running if part.process.poll() is not None]:
                 running.remove(part)
-                how = "has FAILED" if part.failed() else "has ended"
-                say(f"{part.name} {how} after {time.monotonic() - part.start_time:.0f} s: {part.summary().strip('= ')}")
+                outcome = "has FAILED" if part.failed() else "has ended"
+                seconds = time.monotonic() - part.start_time
+                log(f"{part.name} {outcome} after {seconds:.0f} s: {part.summary().strip('= ')}")
             if running and time.monotonic() - last_line > LINE_SECONDS:
-                then = "; then " + ", ".join(part.name for part in waiting) if waiting else ""
-                say("running: " + ", ".join(part.progress() for part in running) + then)
+                later = "; then " + ", ".join(part.name for part in waiting) if waiting else ""
+                log("running: " + ", ".join(part.progress() for part in running) + later)
             time.sleep(0.1)
     finally:
         for part in running:
@@ -136,15 +137,14 @@ def run(parts: list[Part]) -> bool:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the parts are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # The exit ends the parts.
     os.chdir(Path(__file__).parent.parent)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it each of some 200 processes compiles the same files
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # Some 200 processes would compile the same files.
     which = sys.argv.pop(1) if sys.argv[1:2] in (["--quick"], ["--nightly"]) else ""
     try:
-        passed = run(parts_of(which, sys.argv[1:]))
+        sys.exit(not run(make_parts(which, sys.argv[1:])))
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    sys.exit(not passed)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""Train for long and see whether anything grows, drifts or leaks.
+"""Train for long, and look for memory, threads and file descriptors that grow and for ranks that drift apart.
 
     torchrun --standalone --nproc-per-node 4 scripts/soak.py --minutes 10
     torchrun --standalone --nproc-per-node 2 scripts/soak.py --minutes 0.1        a few seconds
 
-Each round does all that makes or keeps something, see `round_of_everything`, in a default process group of its own. At
-its end it compares the ranks' models byte by byte, the group is destroyed, and each rank notes its
-resident memory and its numbers of file descriptors and threads, of which every gloo group has some.
-
-Prints, of the second half of the rounds, the slope of a line fitted to the memory, and by how much the numbers grew;
-the exit status is 1 where numbers grow, or memory by more than 1 %.
+Each round uses every feature that allocates something, in a default process group of its own. At its end the ranks
+compare their models byte by byte, destroy the group, and measure. Prints the growth over the second half of the rounds.
+The exit status is 1 if the number of threads or file descriptors grew, or the memory by more than 1 %.
 """
 
 import argparse
@@ -16,7 +13,6 @@ import copy
 import gc
 import json
 import os
-import statistics
 import sys
 import time
 from datetime import timedelta
@@ -32,41 +28,37 @@ from torch.utils.checkpoint import checkpoint
 import syncbn
 from syncbn.testing import unequal
 
-STEPS = 5  # of each kind in a round
-MOST_GROWTH = 0.01  # of the memory
-FIRST_ROUNDS = 20  # in which memory is still being taken for the first time
-COUNTS = {"file descriptors": "/proc/self/fd", "threads": "/proc/self/task"}
-Rounds = list[dict[str, float]]  # what a rank measured after each
+STEPS = 5  # steps of each feature in a round
+MAX_GROWTH = 0.01  # relative growth of the memory
+WARM_UP_ROUNDS = 20  # The allocator's caches still grow in these rounds.
+FOLDERS = {"file descriptors": "/proc/self/fd", "threads": "/proc/self/task"}  # name -> folder with an entry for each
 
 
 def build_model(process_group: int | None = None) -> nn.Module:
     """(N, 3, 8, 8) -> (N, 10)."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
-    )  # fmt: skip
+    convs = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.Conv2d(16, 32, 3, padding=1, bias=False)
+    norms = nn.Sequential(convs[0], nn.BatchNorm2d(16), nn.ReLU(), convs[1], nn.BatchNorm2d(32))
+    model = nn.Sequential(*norms, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
     return syncbn.convert_syncbn_model(model, process_group)
 
 
 def draw(generator: torch.Generator) -> Tensor:
-    """A batch (1 to 5, 3, 8, 8), of this rank's own size."""
+    """Return a batch of this rank's own size, (1 to 5, 3, 8, 8)."""
     return torch.randn(int(torch.randint(1, 6, (), generator=generator)), 3, 8, 8, generator=generator)
 
 
 def train(model: nn.Module, data: torch.Generator, steps: int = STEPS) -> None:
-    """Forward and backward; nothing learns."""
     for _ in range(steps):
         model(draw(data)).square().mean().backward()
 
 
-def round_of_everything(data: torch.Generator) -> nn.Module:
-    """Returns a model that took part in most of it."""
+def train_all(data: torch.Generator) -> nn.Module:
+    """Train with DDP, groups, uneven data, conversion, checkpointing, second derivatives, masks and errors."""
     ddp = DistributedDataParallel(build_model())
     train(ddp, data)
     train(build_model(2 if dist.get_world_size() % 2 == 0 else 1), data)
     train(ddp, data, STEPS + dist.get_rank())
-    for _ in range(dist.get_rank(), dist.get_world_size() - 1):  # this rank has run out of data
+    for _ in range(dist.get_rank(), dist.get_world_size() - 1):  # This rank has run out of data.
         ddp(draw(data)[:0]).sum().backward()
     model = syncbn.convert_syncbn_model(syncbn.revert_syncbn_model(copy.deepcopy(ddp.module)))
     train(model, data)
@@ -85,29 +77,29 @@ def round_of_everything(data: torch.Generator) -> nn.Module:
 
 
 def measure() -> dict[str, float]:
-    """What this process holds, in bytes and numbers."""
+    """Return this process's resident memory in bytes, and its numbers of file descriptors and threads."""
     gc.collect()
     deadline = time.monotonic() + 5
-    while len(os.listdir(COUNTS["threads"])) > 1 and time.monotonic() < deadline:
-        time.sleep(0.05)  # in which threads end whose group has gone
+    while len(os.listdir(FOLDERS["threads"])) > 1 and time.monotonic() < deadline:
+        time.sleep(0.05)  # Threads of the destroyed group end.
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    counts = {name: len(os.listdir(folder)) for name, folder in COUNTS.items()}
-    return {"memory": pages * os.sysconf("SC_PAGE_SIZE"), **counts}
+    numbers = {name: float(len(os.listdir(folder))) for name, folder in FOLDERS.items()}
+    return {"bytes": pages * os.sysconf("SC_PAGE_SIZE"), **numbers}
 
 
-def soak(store: dist.Store, rank: int, size: int, seconds: float) -> Rounds:
-    """What this rank measured after each round, when there was no process group."""
+def soak(store: dist.Store, rank: int, size: int, seconds: float) -> list[dict[str, float]]:
+    """Return this rank's measurements after each round."""
     start, is_last = time.monotonic(), False
-    rounds: Rounds = []
+    rounds: list[dict[str, float]] = []
     while not is_last:
-        index, common = len(rounds), {"rank": rank, "world_size": size, "timeout": timedelta(seconds=60)}
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"round {index}", store), **common)
-        torch.manual_seed(index)  # the same weights on all ranks
-        model = round_of_everything(torch.Generator().manual_seed(index * size + rank))
+        index, options = len(rounds), {"rank": rank, "world_size": size, "timeout": timedelta(seconds=60)}
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"round {index}", store), **options)
+        torch.manual_seed(index)  # All ranks get the same weights.
+        model = train_all(torch.Generator().manual_seed(index * size + rank))
         assert not unequal(model.state_dict())
-        seconds_over = torch.tensor(index > 0 and time.monotonic() - start > seconds)
-        dist.broadcast(seconds_over, 0)
-        is_last = bool(seconds_over)
+        time_is_over = torch.tensor(index > 0 and time.monotonic() - start > seconds)
+        dist.broadcast(time_is_over, 0)
+        is_last = bool(time_is_over)
         dist.destroy_process_group()
         rounds.append({"seconds": time.monotonic() - start} | measure())
         if rank == 0 and index % 20 == 0:
@@ -115,16 +107,13 @@ def soak(store: dist.Store, rank: int, size: int, seconds: float) -> Rounds:
     return rounds
 
 
-def grows(rank: int, rounds: Rounds) -> bool:
-    """Print what this rank measured in the second half of the rounds; whether anything grew."""
+def grows(rank: int, rounds: list[dict[str, float]]) -> bool:
+    """Print the growth over the second half of the rounds. Return whether it is too large."""
     half = rounds[len(rounds) // 2 :]
-    seconds, memory = ([one[name] for one in half] for name in ("seconds", "memory"))
-    slope = statistics.linear_regression(seconds, memory).slope if len(half) > 1 else 0.0  # bytes/s
-    counts = {name: half[-1][name] - half[0][name] for name in COUNTS}
-    more = ", ".join(f"{number:+.0f} {name}" for name, number in counts.items())
-    print(f"rank {rank}: {memory[-1] / 1e6:.0f} MB, which grow by {3600 * slope / 1e6:.2f} MB an hour; {more}")
-    too_much = slope * (seconds[-1] - seconds[0]) > MOST_GROWTH * memory[0]
-    return max(counts.values()) > 0 or (too_much and len(rounds) >= FIRST_ROUNDS)
+    growth = {name: half[-1][name] - half[0][name] for name in half[0]}
+    print(f"rank {rank}:", ", ".join(f"{number:+.0f} {name}" for name, number in growth.items()))
+    memory_grows = growth["bytes"] > MAX_GROWTH * half[0]["bytes"] and len(rounds) >= WARM_UP_ROUNDS
+    return memory_grows or any(growth[name] > 0 for name in FOLDERS)
 
 
 def main() -> None:
@@ -137,7 +126,7 @@ def main() -> None:
     if rank == 0:
         measured = [json.loads(store.get(f"measured {other}")) for other in range(size)]
         print(f"{len(measured[0])} rounds in {measured[0][-1]['seconds']:.0f} s; in the second half of them:")
-        sys.exit(sum(grows(other, rounds) for other, rounds in enumerate(measured)) > 0)
+        sys.exit(sum([grows(other, rounds) for other, rounds in enumerate(measured)]) > 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All tests, in parts, by scripts/run_tests.py. With --quick as the first argument the essential ones, with --nightly those of
-# the scripts, the guides and the tests themselves. Other arguments go to pytest, as in: scripts/test.sh -k mask
+# Run all tests in parts, with scripts/run_tests.py; with --quick as the first argument the most important tests, with --nightly
+# the tests of the scripts, the guides and the tests themselves. Other arguments go to pytest, as in: scripts/test.sh -k mask
 set -euo pipefail
 echo "All tests take about 10 minutes on two cores, the essential ones (--quick) 2; what is not installed is installed first."
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

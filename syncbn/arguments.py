@@ -1,11 +1,12 @@
 """Holds and checks the arguments of a batch norm: the options of a layer and the tensors of a call.
 
 A check raises a ValueError or TypeError that gives the values and the remedy. No tensor is changed before all checks
-have passed. The callers raise the error on all ranks, see `raise_on_all_ranks`.
+have passed. The callers raise the error on all ranks, see bad_argument.py.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from types import NoneType
 from typing import Any, NamedTuple, Self, TypeAlias, TypeGuard
 
@@ -13,18 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncbn import torch_internals as internals
 from syncbn.kernels.select import reason_forced
 from syncbn.ranks.groups import GroupSpec
+from syncbn.ranks.sites import FLAGS, CopiedAsNone, to_bool, validate_environment
 from syncbn.statistics import supports_float64
-from syncbn.texts import ONE_VALUE_PER_CHANNEL, shorten
-from syncbn.torch_internals import (
-    PLAIN_CLASSES,
-    is_compiling,
-    is_wrapped,
-    is_zero_tensor,
-    overlaps_itself,
-    require_storage,
-)
+from syncbn.texts import shorten
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PER_CHANNEL_NAMES = "running_mean", "running_var", "weight", "bias"
@@ -67,13 +62,21 @@ class Tensors(NamedTuple):
         """Return whether the call has a mask, which may have been applied already."""
         return self.mask is not None or self.num_values is not None
 
+    def differentiable(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return the tensors that may get gradients, in the order of kernels: x, weight, bias, residual."""
+        return self.input, self.weight, self.bias, self.z
+
+    def buffers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return running_mean, running_var and the counter."""
+        return self.running_mean, self.running_var, self.counter
+
     def without_running_stats(self) -> Self:
         """Return the tensors without running statistics and counter."""
         return self._replace(running_mean=None, running_var=None, counter=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Options:
+class Options(CopiedAsNone):
     """The arguments of a batch norm that are not tensors; see `functional.sync_batch_norm`."""
 
     momentum: float | Tensor | None = 0.0  # None averages over all batches, which `Tensors.counter` counts.
@@ -83,7 +86,10 @@ class Options:
     num_channels: int | None = None  # num_features of a layer: the expected C if there are no per-channel tensors.
     check_input_dim: DimCheck = NO_DIM_CHECK
     process_group: GroupSpec = None
-    # The options on which kernels depend. None if an option has an unusual type: calls then take the fallback.
+    channel_last: bool = False  # set by layers; True goes with channel_dim=-1
+    track_running_stats: bool = True  # set by layers; kept here so that `check` sees it
+    layer_values: tuple[object, ...] = ()  # The values from which a layer has built these options.
+    # The options on which kernels depend. None if an option has an unusual type: no kernels are cached.
     cache_key: tuple[object, ...] | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +98,9 @@ class Options:
         momentum = self.momentum if type(self.momentum) is int else type(self.momentum)
         key = momentum, self.eps, self.relu, self.channel_dim, self.num_channels, self.check_input_dim
         classes = type(self.momentum) in PLAIN_MOMENTUM_TYPES, *map(type, key[1:4])
-        is_plain = not is_compiling() and classes == (True, float, bool, int)
+        are_bools = type(self.channel_last) is type(self.track_running_stats) is bool
+        is_plain = not internals.is_compiling() and are_bools and classes == (True, float, bool, int)
+        is_plain = is_plain and type(self.num_channels) in (int, NoneType)
         object.__setattr__(self, "cache_key", key if is_plain and self.check_input_dim in TORCH_DIM_CHECKS else None)
 
     def with_float_numbers(self, tensors: Tensors) -> Self:
@@ -112,6 +120,12 @@ class Options:
         return self if momentum is self.momentum and eps is self.eps else replace(self, momentum=momentum, eps=eps)
 
 
+def check_module(model: nn.Module) -> None:
+    """**Raises** TypeError unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected an nn.Module, got {model!r} of type {type(model).__name__}; pass the model")
+
+
 def layer_channels(layer: _BatchNorm) -> int:
     """Return the number of channels from the layer's tensors or, if it has none, from num_features."""
     tensors = [getattr(layer, name) for name in PER_CHANNEL_NAMES]
@@ -123,8 +137,9 @@ def check_training(tensors: Tensors, options: Options, layer: object) -> Options
     """Check all arguments of a training step, and return the options with eps and momentum as floats. **Raises** any
     error of the checks below or of a subclass's `_check_input_dim`."""
     check(tensors, options, layer)
-    if not is_compiling():
-        reason_forced()  # checks the environment variables
+    if not internals.is_compiling():
+        reason_forced()  # checks SYNCBN_KERNELS
+        validate_environment()
         check_storage(tensors)
         check_writable("running_mean", tensors.running_mean)
         check_writable("running_var", tensors.running_var)
@@ -137,6 +152,9 @@ def check(tensors: Tensors, options: Options, layer: object) -> None:
     """**Raises** ValueError or TypeError unless tensors and options fit together. `with_float_numbers` checks eps and
     momentum."""
     x, channel_dim = tensors.input, options.channel_dim
+    for name, flag in zip(FLAGS, (options.channel_last, options.track_running_stats, options.relu), strict=True):
+        if type(flag) is not bool and type(to_bool(flag)) is not bool:
+            raise TypeError(f"{name} must be a bool, got {shorten(flag)} of type {type(flag).__name__}; pass a bool")
     check_input(x, channel_dim, options.check_input_dim, layer)
     per_channel = {name: tensor for name, tensor in tensors.per_channel().items() if tensor is not None}
     check_channels(x, channel_dim, options.num_channels, per_channel)
@@ -150,7 +168,7 @@ def check(tensors: Tensors, options: Options, layer: object) -> None:
 
 def check_saved(tensors: Tensors) -> None:
     """**Raises** ValueError if autograd would have to save an inference tensor, which it cannot do."""
-    if is_compiling() or torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+    if internals.is_compiling() or torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         return
     inputs = tensors.input, tensors.weight, tensors.bias, tensors.z
     if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs):
@@ -238,7 +256,7 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
     if tensor.dtype not in SUPPORTED_DTYPES:
         remedy = f"a mask is passed as mask=, not as {name}" if tensor.dtype is torch.bool else "convert it first"
         raise TypeError(f"expected {name} to be a float tensor, got {tensor.dtype}; {remedy}")
-    if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
+    if type(tensor) not in internals.PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
         remedy = DTENSOR_REMEDY if tensor.ndim > 1 else PARAMETER_REMEDY
         raise TypeError(f"{name} is a DTensor; {remedy.format(name)}")
     if tensor.is_nested:
@@ -250,7 +268,7 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
 
 def check_storage(tensors: Iterable[Tensor | None]) -> None:
     """**Raises** RuntimeError if the storage of a plain tensor was freed."""
-    require_storage([tensor for tensor in tensors if _is_plain(tensor)])
+    internals.require_storage([tensor for tensor in tensors if _is_plain(tensor)])
 
 
 def check_writable(name: str, buffer: Tensor | None) -> None:
@@ -262,31 +280,13 @@ def check_writable(name: str, buffer: Tensor | None) -> None:
         got = f"a tensor of {buffer.dtype}" if isinstance(buffer, Tensor) else shorten(buffer)
         raise TypeError(f"expected {name} to be a tensor of numbers, got {got}; use torch.tensor(0)")
     reasons = {
-        "several of its elements share one memory location, as after expand()": overlaps_itself(buffer),
-        "it is a tensor of zeros without memory": is_zero_tensor(buffer),
+        "several of its elements share one memory location, as after expand()": internals.overlaps_itself(buffer),
+        "it is a tensor of zeros without memory": internals.is_zero_tensor(buffer),
         "it was made in torch.inference_mode()": buffer.is_inference() and not torch.is_inference_mode_enabled(),
     }
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"{name} cannot be updated in place, as {reason}; replace it by {name}.clone()")
-
-
-def require_two_values(num_values: Tensor | float, x: Tensor) -> None:
-    """**Raises** F.batch_norm's ValueError if there is only one value per channel over all ranks of the group.
-
-    `num_values` is a number if the shape of x determines it (on one rank without a mask), otherwise a tensor of shape
-    (). A tensor on a GPU is not checked, because the host would have to wait for the GPU; with several ranks a later
-    call raises, see ranks/status.py. A tensor in a compiled graph is not checked, because reading it would break the
-    graph. A FakeTensor or a tensor of torch.func is not checked, because it cannot be read.
-    """
-    if isinstance(num_values, Tensor):
-        if is_compiling() or not num_values.is_cpu or type(num_values) is not Tensor or is_wrapped(num_values):
-            return
-        num_values = num_values.item()
-    if num_values == 1:
-        raise ValueError(
-            f"{ONE_VALUE_PER_CHANNEL} (input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
-        )
 
 
 def require_float64(x: Tensor) -> None:
@@ -298,7 +298,7 @@ def require_float64(x: Tensor) -> None:
 
 def _is_plain(tensor: object) -> TypeGuard[Tensor]:
     """Return whether this is a Tensor or Parameter that torch.func has not wrapped."""
-    return type(tensor) in PLAIN_CLASSES and isinstance(tensor, Tensor) and not is_wrapped(tensor)
+    return type(tensor) in internals.PLAIN_CLASSES and isinstance(tensor, Tensor) and not internals.is_wrapped(tensor)
 
 
 def check_device(name: str, tensor: Tensor, x: Tensor) -> None:
@@ -323,12 +323,10 @@ def check_eps(eps: float, training: bool) -> None:
 
 
 def to_float(name: str, number: object) -> float:
-    """Return `number` as a float. **Raises** TypeError if `number` is neither a float nor an int, and ValueError if it
-    is too large."""
-    if name == "momentum" and number is None:
-        raise TypeError("momentum=None needs the counter num_batches_tracked; pass a float, or use a layer that has it")
-    if not isinstance(number, (float, int)):
-        raise TypeError(f"{name} must be a float, got {number!r} of type {type(number).__name__}; pass float({name})")
+    """Return `number` as a float. **Raises** TypeError if `number` is not a real number, and ValueError if it is too
+    large."""
+    if not isinstance(number, Real):
+        raise TypeError(f"{name} must be a float, got {number!r} of type {type(number).__name__}; pass a float")
     try:
         return float(number)
     except OverflowError:

@@ -3,40 +3,28 @@
 A layer keeps its identity, parameters, buffers, hooks, attributes and training flag, so all references to it stay
 valid, also if a model holds one layer in several places.
 
-nn.BatchNorm1d, 2d and 3d become SyncBatchNorm1d, 2d and 3d. For a subclass X a new class inherits from X first, so that
-everything that X defines stays in effect:
-
-    SyncX -> X -> ... -> SyncBatchNorm2d -> SyncBatchNorm -> nn.BatchNorm2d -> ...
-
-In X, `super().forward(...)` calls SyncBatchNorm.forward. If X calls F.batch_norm itself, `ReplaceBatchNormMode` turns
-each call that passes one of the layer's tensors into batch norm over all ranks.
+nn.BatchNorm1d, 2d and 3d become SyncBatchNorm1d, 2d and 3d. For a subclass X a new class inherits from X and from one
+of these, see subclasses.py. unconverted.py finds the layers that a conversion leaves.
 """
 
 import contextlib
 import sys
-from abc import ABCMeta
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, SupportsIndex, TypeAlias, TypeVar
+from collections.abc import Mapping
+from typing import TypeAlias, TypeVar
 
-from torch import Tensor, nn
-from torch.fx import Proxy
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.overrides import TorchFunctionMode
 
-from syncbn import inputs, unconverted
-from syncbn.arguments import PER_CHANNEL_NAMES, Options, Tensors, check
-from syncbn.fallback import plain_batch_norm
-from syncbn.layer import UNKNOWN_NUM_RANKS, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
-from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, to_torch
-from syncbn.ranks.reduction import make_groups
-from syncbn.ranks.sites import layer_in_forward
-from syncbn.step import train
-from syncbn.texts import escape_surrogates, warn, warn_once
-from syncbn.torch_internals import OPERATORS, constant_in_graphs, have_same_base, is_compiling
+from syncbn import unconverted
+from syncbn.arguments import check_module
+from syncbn.layer import SyncBatchNorm
+from syncbn.ranks.groups import ProcessGroupLike, make_groups, to_spec, to_torch
+from syncbn.subclasses import make_class, synchronised_class
+from syncbn.texts import escape_surrogates, warn
+from syncbn.torch_internals import set_attribute
 
 Model = TypeVar("Model", bound=nn.Module)
-Result = TypeVar("Result")
 # A layer, its new class and its new attributes.
 Change: TypeAlias = tuple[nn.Module, type[nn.Module], Mapping[str, object]]
 
@@ -53,7 +41,7 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
     """Make each batch-norm layer of `model` a synchronised layer, in place, and return `model`. The name is apex's.
 
     Only the class of a layer changes. nn.BatchNorm1d, 2d and 3d become SyncBatchNorm1d, 2d and 3d, and nn.SyncBatchNorm
-    becomes SyncBatchNorm. The new class of a subclass keeps all that the subclass defines (see the top of convert.py).
+    becomes SyncBatchNorm. The new class of a subclass keeps all that the subclass defines (see subclasses.py).
     Parametrizations stay. A lazy layer synchronises from its first forward on.
 
     Each synchronised layer, including those that were built as SyncBatchNorm, stores its dotted name in `model`. Errors
@@ -84,7 +72,7 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
     >>> type(convert_syncbn_model(model)[1]).__name__
     'SyncBatchNorm2d'
     """
-    unconverted.check_module(model)
+    check_module(model)
     local_layers, spec = unconverted.unsynchronised(model), to_spec(process_group)
     others = [local for local in local_layers if local.remedy != unconverted.CONVERTIBLE]
     changes: list[Change] = []
@@ -136,7 +124,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
     >>> type(revert_syncbn_model(model, nn.BatchNorm2d)[1]).__name__
     'BatchNorm2d'
     """
-    unconverted.check_module(model)
+    check_module(model)
     if target not in (None, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
     changes: list[Change] = []
@@ -176,7 +164,7 @@ def _set_names(model: nn.Module) -> None:
     for name, layer in root.named_modules():
         path = ".".join(part for part in name.split(".") if part not in ("", "_orig_mod"))
         if path and isinstance(layer, SyncBatchNorm):
-            vars(layer)["_syncbn_name"] = type(root).__name__, escape_surrogates(path)
+            vars(layer).update(_syncbn_name=(type(root).__name__, escape_surrogates(path)), _syncbn_site=None)
 
 
 def _apply(changes: list[Change]) -> None:
@@ -194,7 +182,7 @@ def _apply(changes: list[Change]) -> None:
 
 
 def _set(layer: nn.Module, new_class: type[nn.Module], attributes: dict[str, object]) -> None:
-    object.__setattr__(layer, "__class__", new_class)
+    set_attribute(layer, "__class__", new_class)
     vars(layer).clear()
     vars(layer).update(attributes)
 
@@ -204,158 +192,3 @@ def _require_no_fsdp(name: str, module: nn.Module, caller: str) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # The import is slow. Without it no module is wrapped.
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
         raise RuntimeError(f"{name!r} is already wrapped by fully_shard; call {caller} before fully_shard")
-
-
-SYNC_CLASSES: dict[type[nn.Module], type[SyncBatchNorm]] = {
-    nn.BatchNorm1d: SyncBatchNorm1d,
-    nn.BatchNorm2d: SyncBatchNorm2d,
-    nn.BatchNorm3d: SyncBatchNorm3d,
-    nn.SyncBatchNorm: SyncBatchNorm,
-}
-
-# Warnings about the forward of a converted subclass that does not synchronise.
-NO_BATCH_NORM_CALL = (
-    "calls neither super().forward nor F.batch_norm. If it uses the statistics of the batch, let it call one of the "
-    "two, or syncbn.functional.sync_batch_norm."
-)
-NO_LAYER_TENSOR = (
-    "calls F.batch_norm with none of the layer's weight, bias, running_mean and running_var. If that call uses the "
-    "statistics of the batch, pass one of the four or a slice of it, not a copy such as weight.float(), or call "
-    "syncbn.functional.sync_batch_norm."
-)
-
-_class_cache = dict(SYNC_CLASSES)
-
-
-def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
-    """Return the synchronised class for layers of class `original`. It is a subclass of SyncBatchNorm and, except for
-    nn.SyncBatchNorm, of `original`."""
-    if original in _class_cache:
-        return _class_cache[original]
-    namespace = {"__doc__": original.__doc__, "__module__": original.__module__, "_syncbn_original": original}
-    ours = next((SYNC_CLASSES[base] for base in original.__mro__ if base in SYNC_CLASSES), SyncBatchNorm)
-    if issubclass(original, nn.modules.lazy.LazyModuleMixin) and original.cls_to_become is not None:
-        ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)
-    mixin = _SyncSubclass if original.forward is nn.BatchNorm1d.forward else _SyncSubclassWithForward
-    _class_cache[original] = make_class(type(original), f"Sync{original.__name__}", (mixin, original, ours), namespace)
-    return _class_cache[original]
-
-
-def make_class(metaclass: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
-    """Create a class without calling `metaclass`, which may register each class or need arguments. For subclasses of
-    ABCMeta, ABCMeta.__new__ is called, because it gives each class the cache that `isinstance` needs."""
-    return (ABCMeta if issubclass(metaclass, ABCMeta) else type).__new__(metaclass, name, bases, namespace)
-
-
-class _SyncSubclass(SyncBatchNorm):
-    """The base of the classes created at run time. It makes their instances copyable and picklable, because pickle
-    cannot import these classes."""
-
-    _syncbn_original: type[nn.Module]
-
-    def __init_subclass__(cls) -> None:
-        """Hide the __init_subclass__ of the original, which may register each class or need arguments."""
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        return _new_instance, (self._syncbn_original,), self.__getstate__()
-
-
-class _SyncSubclassWithForward(_SyncSubclass):
-    """The base for originals that define a forward. In this forward F.batch_norm is synchronised."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # torch.fx may pass one Proxy as all arguments of the traced module.
-        first = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
-        if isinstance(first, Proxy):
-            return inputs.create_leaf(self, first.tracer, args, kwargs)
-        self._current_options()  # If an option has changed, this resets the call site and with it the signature.
-        replaced = ReplaceBatchNormMode(self)
-        if not self.training or is_compiling():
-            with replaced:
-                return super().forward(*args, **kwargs)
-        vars(self)["_synchronised_ranks"] = UNKNOWN_NUM_RANKS
-        token = layer_in_forward.set(self)
-        try:
-            with replaced:
-                output = super().forward(*args, **kwargs)
-        finally:
-            layer_in_forward.reset(token)
-        if self._synchronised_ranks != UNKNOWN_NUM_RANKS or replaced.saw_operators:
-            return output
-        # Without a synchronised submodule, nothing in this layer can have synchronised.
-        if sum(isinstance(module, SyncBatchNorm) for module in self.modules()) == 1:
-            vars(self)["_synchronised_ranks"] = 1
-            _warn_on_several_ranks(self._syncbn_original.__qualname__, NO_BATCH_NORM_CALL, self._process_group)
-        return output
-
-
-class ReplaceBatchNormMode(TorchFunctionMode):
-    """Replaces F.batch_norm by `_batch_norm` of `layer` inside the context."""
-
-    # True after compiled code has run. Compiled code calls operators and does not set `_synchronised_ranks`.
-    saw_operators = False
-
-    def __init__(self, layer: _SyncSubclass) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def __torch_function__(
-        self, func: Callable[..., Result], types: Collection[type],
-        args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None,
-    ) -> Result | Tensor:  # fmt: skip
-        if func is nn.functional.batch_norm:
-            return _batch_norm(self.layer, *args, **(kwargs or {}))
-        if isinstance(func, OPERATORS) and not is_compiling():  # A graph must not set attributes.
-            self.saw_operators = True
-        return func(*args, **(kwargs or {}))
-
-
-def _batch_norm(
-    layer: _SyncSubclass, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
-    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
-    """Replace F.batch_norm in the forward of `layer`. In training, synchronise if the call belongs to the layer."""
-    tensors = Tensors(input, None, weight, bias, running_mean, running_var)
-    options = Options(momentum, eps, process_group=layer._process_group)
-    try:
-        if training and layer.training:
-            if _belongs_to_layer(layer, tensors):
-                train_layer = train if layer._train_override is None else layer._train_override
-                return train_layer(tensors, options, layer)[0]
-            _warn_on_several_ranks(layer._syncbn_original.__qualname__, NO_LAYER_TENSOR, layer._process_group)
-        if layer.training and not is_compiling():
-            vars(layer)["_synchronised_ranks"] = layer._synchronised_ranks or 1
-        try:
-            return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        except RuntimeError:  # torch's error may lack values and a remedy. `check` raises a better error.
-            check(tensors, options, layer)
-            raise
-    except (RuntimeError, TypeError, ValueError) as error:
-        add_name(error, layer)
-        raise
-
-
-def _belongs_to_layer(layer: SyncBatchNorm, tensors: Tensors) -> bool:
-    """Return whether a call of F.batch_norm passes the layer's weight, bias, running_mean or running_var, or a view of
-    one; True if the layer has none of the four.
-
-    Do not compare shapes. Instance norm calls F.batch_norm with an input of shape (1, N * C, ...), which has the C
-    channels of the layer on a rank with N = 1, and not on the other ranks.
-    """
-    # The property of a parametrized tensor computes a new tensor at each access.
-    names = [name for name in PER_CHANNEL_NAMES if not hasattr(type(layer), name)]
-    own = [tensor for name in names if isinstance(tensor := getattr(layer, name, None), Tensor)]
-    passed = [tensor for tensor in tensors.per_channel().values() if isinstance(tensor, Tensor)]
-    return not own or any(have_same_base(tensor, other) for tensor in passed for other in own)
-
-
-@constant_in_graphs
-def _warn_on_several_ranks(kind: str, problem: str, spec: GroupSpec) -> None:
-    """If the group has several ranks, warn once that the class named `kind` does not synchronise."""
-    if size(spec) > 1:
-        warn_once(f"syncbn is not synchronising: {kind}.forward {problem}")
-
-
-def _new_instance(original: type[nn.Module]) -> SyncBatchNorm:
-    return object.__new__(synchronised_class(original))

@@ -5,27 +5,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import fallback
-from syncbn.arguments import (
-    Options,
-    Tensors,
-    check_channels,
-    check_input,
-    check_like_input,
-    check_storage,
-    require_float64,
-)
-from syncbn.inputs import apply_mask, make_dense
+from syncbn import arguments, payload
+from syncbn.arguments import Options, Tensors, check_channels, check_input, check_like_input, check_storage
+from syncbn.bad_argument import check_on_all_ranks, raise_on_all_ranks
+from syncbn.dispatched import StaticArguments, apply_function, dispatched_back_end, gradients
+from syncbn.inputs import apply_mask, make_dense, unwrap
 from syncbn.kernel_cache import forward_config
-from syncbn.kernels.interface import TRAILER_ELEMENTS, ForwardConfig, Layout
+from syncbn.kernels.interface import ForwardConfig
+from syncbn.kernels.layout import Layout
 from syncbn.kernels.reference import subtract_mean
 from syncbn.kernels.select import reason_forced
+from syncbn.ranks.calls import ONE_RANK, Call, record_ranks, select_call
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
-from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, select_reduction
-from syncbn.ranks.sites import FunctionCaller
+from syncbn.ranks.sites import FunctionCaller, to_bool, validate_environment
+from syncbn.second_derivatives import sum_over_ranks
 from syncbn.statistics import compute_dtype, pack
 from syncbn.step import train
-from syncbn.torch_internals import is_compiling, keeps_graph, profiler_range
+from syncbn.torch_batch_norm import evaluate
+from syncbn.torch_internals import is_compiling, profiler_range
 
 _SYNC_BATCH_NORM = FunctionCaller("sync_batch_norm")
 _BATCH_NORM_BACKWARD = FunctionCaller("batch_norm_backward")
@@ -57,7 +54,7 @@ def sync_batch_norm(
     the unbiased variance: running = (1 - momentum) * running + momentum * statistic. Without `training`, the function
     computes F.batch_norm with the running statistics, and does not communicate.
 
-    Issues one all_reduce of 8 * (2C + 4) bytes in forward and one in backward. With one rank or without a process group
+    Issues one all_reduce of 8 * (2C + 5) bytes in forward and one in backward. With one rank or without a process group
     it issues none. The bytes contain a signature, by which ranks detect that they are in different layers. (Up to 16
     ranks and 64 kB, gloo on CPU uses one all_to_all_single instead, in which each rank sends these bytes to every other
     rank.) Every rank of the group must make the same calls in the same order. The gradients of weight and bias are this
@@ -110,7 +107,7 @@ def sync_batch_norm(
         return train(tensors, options, _SYNC_BATCH_NORM)[0]
     if running_mean is None and running_var is None:  # `evaluate` refuses one of the two without the other.
         raise ValueError("running_mean must be defined in evaluation mode; or pass training=True")
-    return fallback.evaluate(tensors, options)
+    return evaluate(tensors, options)
 
 
 def batch_norm_backward(
@@ -131,7 +128,7 @@ def batch_norm_backward(
         grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight
         grad_bias  = sum dy            grad_weight = sum dy * (x - mean) * invstd             (sums over this rank)
 
-    In training, issues one all_reduce of 8 * (2C + 4) bytes: sum dy, sum dy * (x - mean), and n. With one rank or
+    In training, issues one all_reduce of 8 * (2C + 5) bytes: sum dy, sum dy * (x - mean), and n. With one rank or
     without a process group it issues none. With `training=False` the statistics are constants, so
     grad_input = dy * invstd * weight, without communication.
 
@@ -154,27 +151,29 @@ def batch_norm_backward(
         RuntimeError: as in `sync_batch_norm`.
         ValueError, TypeError: an argument is invalid. In eager mode the other ranks raise too if `mean` has shape (C,).
     """
-    reduction: Reduction = ONE_RANK
+    call: Call = ONE_RANK
     if training:
-        reduction = select_reduction(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
+        call = select_call(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
     try:
-        needs = (*output_mask,)
-        if len(needs) != 3:
+        needs: tuple[bool, ...] = (*output_mask,) if hasattr(output_mask, "__iter__") else ()
+        if [*map(type, map(to_bool, needs))] != [bool] * 3:
             raise ValueError(f"output_mask must be three bools, for input, weight and bias, got {output_mask!r}")
         needs_input, needs_weight, needs_bias = needs
         check_input(input, channel_dim)
         check_like_input("grad_output", grad_output, input)
         per_channel = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
         check_channels(input, channel_dim, None, per_channel)
-        require_float64(input)
+        arguments.require_float64(input)
         if not is_compiling():
             check_storage((grad_output, input, *per_channel.values()))
-        reason_forced()  # checks the environment variables
+        reason_forced()  # checks SYNCBN_KERNELS
+        validate_environment()
     except Exception as error:  # The code of a Tensor subclass may raise any exception.
         tensors = Tensors(input, weight=weight, running_mean=mean, running_var=invstd)
-        fallback.raise_on_all_ranks(error, tensors, Options(channel_dim=channel_dim), reduction, "backward")
+        options = Options(channel_dim=channel_dim)
+        raise_on_all_ranks(error, tensors, options, _BATCH_NORM_BACKWARD, call, "backward")
 
-    with torch.no_grad(), reduction.recording_errors():
+    with torch.no_grad(), call.recording_errors():
         layout = Layout.of(input, channel_dim)
         if weight is None:
             weight = torch.ones_like(mean, dtype=compute_dtype(input.dtype))
@@ -185,7 +184,7 @@ def batch_norm_backward(
         config = ForwardConfig(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
         needed = needs_input and training, needs_weight, needs_bias, False
         dy, saved = grad_output.to(input.dtype), (input, weight, statistics, None)
-        grad_input, grad_weight, grad_bias, _ = fallback.gradients(config, dy, saved, needed, reduction, num_values)
+        grad_input, grad_weight, grad_bias, _ = gradients(config, dy, saved, needed, call, num_values)
         if needs_input and not training:
             scale = (invstd * weight.double()).to(compute_dtype(input.dtype))[:, None]
             grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)
@@ -205,7 +204,7 @@ def sync_batch_stats(
     computes the same loss from the results, divide the loss by the number of ranks, unless DistributedDataParallel
     averages the gradients.
 
-    Issues one all_reduce of 8 * (2C + 4) bytes in forward and one in backward, also with create_graph=True. With one
+    Issues one all_reduce of 8 * (2C + 5) bytes in forward and one in backward, also with create_graph=True. With one
     rank or without a process group it issues none. Every rank of the group must make the same calls in the same order,
     also in backward, so `requires_grad` of the input must agree on all ranks.
 
@@ -227,15 +226,16 @@ def sync_batch_stats(
     (tensor([ 2., 20.]), tensor([  1., 100.]), tensor(2))
     """
     options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
-    tensors, options, reduction, _ = fallback.prepare(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
-    require_float64(tensors.input)  # On one rank without a mask, `prepare` does not check this.
-    with profiler_range("syncbn.forward"), reduction.recording_errors():
-        tensors = make_dense(apply_mask(tensors, channel_dim)[0], options)
+    tensors, options, _ = unwrap(Tensors(input, mask=mask), options)
+    call = select_call(options.process_group, _SYNC_BATCH_STATS, tensors.input)
+    options = check_on_all_ranks(tensors, options, _SYNC_BATCH_STATS, call, needs_float64=True)
+    with profiler_range("syncbn.forward"), call.recording_errors():
+        tensors = make_dense(apply_mask(tensors, channel_dim)[0], channel_dim)
         x = tensors.input
-        (sums,) = fallback.apply_function(_Sums, (forward_config(tensors, options), reduction), x, tensors.num_values)
-    record_ranks(_SYNC_BATCH_STATS, reduction)
-    count = sums[-TRAILER_ELEMENTS].detach()
-    mean, mean_square = (sums[:-TRAILER_ELEMENTS] / count.clamp(min=1)).chunk(2)
+        (total,) = apply_function(_Sums, (forward_config(tensors, options), call), x, tensors.num_values)
+    record_ranks(_SYNC_BATCH_STATS, call)
+    count = payload.num_values(total).detach()
+    mean, mean_square = (payload.sums(total) / count.clamp(min=1)).chunk(2)
     var = mean_square - mean.square()
     var = var + (var.clamp(min=0) - var).detach()  # The clamp must not stop the gradients of a constant channel.
     mean, var = (values.to(compute_dtype(x.dtype)) for values in (mean, var))
@@ -243,42 +243,43 @@ def sync_batch_stats(
 
 
 class _Sums(torch.autograd.Function):
-    """Sum over all ranks: ((config, reduction), x, num_values) -> float64 (2C + 4,), sum x, sum x^2 and the trailer.
+    """Sum over all ranks: ((config, call), x, num_values) -> the total of the payload, see payload.py.
 
-    The arguments are those of fallback.SyncBatchNormFunction. x and the sums are saved for backward. Forward and
-    backward issue one all_reduce each. The gradient is d(sum x) + 2 x d(sum x^2), with x computed as
-    center + (x - center). The constant center changes neither the gradient nor its derivatives.
+    The arguments are those of dispatched._DispatchedStep. x and the total are saved for backward. Forward and backward
+    issue one all_reduce each. The gradient is d(sum x) + 2 x d(sum x^2), with x computed as center + (x - center). The
+    constant center changes neither the gradient nor its derivatives.
     """
 
     @staticmethod
-    def forward(static: fallback.StaticArguments, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
-        config, reduction = static
-        sums = fallback.select_back_end(config, x).Forward(config).forward_sums(x)
-        return (fallback.sum_over_ranks(sums, reduction, "forward", num_values),)
+    def forward(static: StaticArguments, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
+        config, call = static
+        sent = dispatched_back_end(config, x).Forward(config).forward_sums(x)
+        if num_values is not None:
+            sent = payload.with_num_values(sent, num_values)
+        return (sum_over_ranks(sent, call, "forward"),)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:
-        (ctx.config, ctx.reduction), x, _ = inputs
+        (ctx.config, ctx.call), x, _ = inputs
         ctx.save_for_backward(x, *output)
 
     @staticmethod
-    def backward(ctx: Any, grad_sums: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[None, Tensor, None]:
         num_channels = ctx.config.layout.sizes[1]
-        with profiler_range("syncbn.backward"), ctx.reduction.recording_errors():
-            x, sums = ctx.saved_tensors
-            center = sums.detach()[:num_channels] / sums[-TRAILER_ELEMENTS].detach().clamp(min=1)
-            total = fallback.sum_over_ranks(grad_sums, ctx.reduction, "backward")
-            grad_sum, grad_square = total[:-TRAILER_ELEMENTS].chunk(2)
+        with profiler_range("syncbn.backward"), ctx.call.recording_errors():
+            x, total = ctx.saved_tensors
+            total = total.detach()
+            center = payload.sums(total)[:num_channels] / payload.num_values(total).clamp(min=1)
+            sent = payload.from_sums(payload.sums(grad_total))
+            grad_sum, grad_square = payload.sums(sum_over_ranks(sent, ctx.call, "backward")).chunk(2)
             at_center, slope = grad_sum + 2 * grad_square * center, 2 * grad_square
             if torch.is_grad_enabled():
                 layout = ctx.config.layout
                 wide_grad_x = at_center[:, None] + slope[:, None] * subtract_mean(layout.fold(x), center)
                 return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None
-            if not (is_compiling() or keeps_graph()):
-                ctx.reduction.forward_total = None
             # at_center + slope * (x - center) is the output of a batch norm with mean `center`, variance 0 and eps 1.
             config = ctx.config._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
             x = config.layout.dense(x.to(config.dtype))  # saved_tensors_hooks may have changed x.
-            sums = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_ELEMENTS)))
-            kernels = fallback.select_back_end(config, x, slope).Forward(config)
-            return None, kernels.forward_outputs((x, slope, at_center, None), sums)[0], None
+            mean_and_zeros = payload.from_sums(torch.cat((center, torch.zeros_like(center))), 1.0)
+            kernels = dispatched_back_end(config, x, slope).Forward(config)
+            return None, kernels.forward_outputs((x, slope, at_center, None), mean_and_zeros)[0], None

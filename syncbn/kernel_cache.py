@@ -1,4 +1,4 @@
-"""Caches the kernels of the fast path by the metadata of tensors.
+"""Caches direct kernels by the metadata of tensors.
 
 Kernels depend only on shapes, strides, dtypes, devices and options. They hold no tensor, layer or group, so cache
 entries never become stale.
@@ -13,11 +13,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from syncbn import torch_internals as internals
 from syncbn.arguments import Options, Tensors, check
-from syncbn.kernels.interface import BackwardConfig, BackwardKernels, ForwardConfig, ForwardKernels, Layout, Needed
+from syncbn.kernels import interface
+from syncbn.kernels.interface import BackwardConfig, BackwardKernels, ForwardConfig, ForwardKernels, Needed
+from syncbn.kernels.layout import Layout
 from syncbn.kernels.select import fast_path_back_end
-from syncbn.statistics import num_statistics
-from syncbn.torch_internals import PLAIN_OR_NONE, Guard, any_freed, guards_work, is_wrapped, is_zero_tensor, make_guard
+from syncbn.ranks.sites import validate_environment
 
 Value = TypeVar("Value")
 
@@ -31,59 +33,67 @@ _metadata = attrgetter("shape", "dtype", "device")
 class Cache(Generic[Value]):
     """A cache of values that depend only on a key and on the dtypes, devices, sizes and strides of tensors.
 
-    The full key is `call_key`, the shape of the first tensor, and for each tensor whether it is None or a NestedTensor.
-    A guard compares the rest of the metadata.
+    The full key is `call_key`, the shape of the first tensor, and for each tensor whether it is None. A guard compares
+    the rest of the metadata.
     """
 
     def __init__(self, select: Callable[..., Value | None]) -> None:
         self.select: Callable[..., Value | None] = select
-        self.entries: dict[tuple[object, ...], tuple[tuple[Guard, Value], ...]] = {}
+        self.entries: dict[tuple[object, ...], tuple[tuple[internals.Guard, Value], ...]] = {}
 
     def get(self, call_key: Hashable, tensors: tuple[Any, ...], *arguments: Any) -> Value | None:
-        """Return the cached value whose guard accepts the tensors, or None if the storage of a tensor was freed. If no
-        guard accepts them, return `select(tensors, *arguments)`, and cache the result unless it is None.
+        """Return the cached value whose guard accepts the tensors, which are plain tensors or None. If no guard accepts
+        them, return `select(tensors, *arguments)`, and cache the result unless it is None.
 
-        **Raises** any exception if the first tensor is not a Tensor, or if `call_key` is not hashable.
+        Return None if the first tensor is None, if a tensor is a NestedTensor, on which a guard for strided tensors
+        would abort, or if the storage of a tensor was freed.
         """
-        present = [*filter(_is_present, tensors)]
-        # A guard for strided tensors would abort on a NestedTensor. `is_nested` separates the keys of NestedTensors;
-        # nothing is cached for them.
-        key = call_key, tensors[0].shape, *map(getattr, tensors, _IS_NESTED, _NONE)
+        are_nested = (*map(getattr, tensors, _IS_NESTED, _NONE),)
+        if tensors[0] is None or True in are_nested:
+            return None
+        present, key = [*filter(_is_present, tensors)], (call_key, tensors[0].shape, are_nested)
         for guard, value in self.entries.get(key, ()):
             if guard(*present):
                 # A guard does not detect freed storage. data_ptr() of a tensor in freed storage is the storage offset
                 # in bytes: 0, or more if the tensor is a view, for example of a flat parameter.
-                may_be_freed = 0 in map(Tensor.data_ptr, present) or any(map(Tensor.storage_offset, present))
-                return None if may_be_freed and any_freed(present) else value
+                may_be_freed = 0 in map(Tensor.data_ptr, present) or {*map(Tensor.storage_offset, present)} != {0}
+                return None if may_be_freed and internals.any_freed(present) else value
+        return self._select(key, tensors, arguments)
+
+    def _select(self, key: tuple[Any, ...], tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Value | None:
+        """Select a value, and cache it under the key unless it is None."""
         for index, tensor in enumerate(tensors):
             if tensor is not None and id(tensor) in map(id, tensors[:index]):  # A guard rejects a repeated tensor.
-                return self.get(call_key, (*tensors[:index], tensor.detach(), *tensors[index + 1 :]), *arguments)
+                return self.get(key[0], (*tensors[:index], tensor.detach(), *tensors[index + 1 :]), *arguments)
         selected = self.select(tensors, *arguments)
-        if selected is not None and guards_work():
+        if selected is not None and internals.guards_work():
             if len(self.entries) >= MAX_KEYS:
                 self.entries.clear()
-            self.entries[key] = ((make_guard(*present), selected), *self.entries.get(key, ()))[:MAX_ENTRIES_PER_KEY]
+            guard = internals.make_guard(*filter(_is_present, tensors))
+            self.entries[key] = ((guard, selected), *self.entries.get(key, ()))[:MAX_ENTRIES_PER_KEY]
         return selected
 
 
 def _select_forward(tensors: tuple[Any, ...], options: Options) -> tuple[ForwardKernels, bool] | None:
-    """Select the kernels for a forward of plain tensors without a mask, and return whether `make_dense` must copy x or
-    z first. Return None if kernels cannot use the tensors or options. **Raises** ValueError or TypeError if an argument
-    is invalid."""
+    """Select the kernels for a forward of plain tensors, whose mask has not been applied, and return whether
+    `make_dense` must copy x or z first. Return None if kernels cannot use the tensors or options. **Raises** ValueError
+    or TypeError if an argument is invalid."""
     if options.cache_key is None or not _are_readable(tensors):
         return None
-    x, z, *per_channel = tensors = Tensors._make(tensors)
+    x, z, *per_channel, mask, _ = tensors = Tensors._make(tensors)
     check(tensors, options, None)
+    validate_environment()
     options.with_float_numbers(tensors)
     mean, var, counter = tensors.running_mean, tensors.running_var, tensors.counter
     if not _are_contiguous(per_channel) or (counter is not None and _metadata(counter) != ((), torch.int64, x.device)):
         return None
-    config = forward_config(tensors, options)._replace(  # Kernels of the fast path also update the buffers.
+    config = forward_config(tensors, options)._replace(  # Direct kernels also update the buffers.
         mean_dtype=None if mean is None else mean.dtype, var_dtype=None if var is None else var.dtype,
         has_counter=counter is not None, averages=options.momentum is None and counter is not None,
     )  # fmt: skip
     back_end = fast_path_back_end(config)
-    needs_copy = not _are_dense((x, z), config.layout) or (z is not None and z.dtype != x.dtype)
+    # The strides of an input to which a mask has been applied may depend on the strides of the mask.
+    needs_copy = mask is not None or not _are_dense((x, z), config.layout) or (z is not None and z.dtype != x.dtype)
     return None if back_end is None else (back_end.Forward.cached(config), needs_copy)
 
 
@@ -92,12 +102,12 @@ def _select_backward(tensors: tuple[Any, ...], forward: ForwardConfig, needed: N
     tensors: x, weight, statistics and y (or None). Return None if kernels cannot use a tensor, for example because
     saved_tensors_hooks have changed its dtype or device."""
     dy, x, weight, statistics, y = tensors
-    if not (PLAIN_OR_NONE.issuperset(map(type, tensors)) and _are_readable(tensors)):
+    if not (internals.PLAIN_OR_NONE.issuperset(map(type, tensors)) and _are_readable(tensors)):
         return None
     channels = forward.layout.sizes[1]
     if any(tensor is not None and _metadata(tensor) != _metadata(dy) for tensor in (x, y)):
         return None
-    if _metadata(statistics) != ((num_statistics(channels, forward.masks_by_x),), torch.float64, dy.device):
+    if _metadata(statistics) != ((interface.num_statistics(channels, forward.relu_mask),), torch.float64, dy.device):
         return None
     if weight is not None and (weight.shape, weight.device) != ((channels,), dy.device):
         return None
@@ -125,9 +135,10 @@ def backward_config(config: ForwardConfig, dy: Tensor, weight: Tensor | None, ne
     """Return the config for the gradients `needed`, after a forward with `config`."""
     weight_dtype = None if weight is None else weight.dtype
     return BackwardConfig(
-        config.layout, dy.dtype, dy.device, config.masks_by_x, config.masks_by_y, weight_dtype,
+        config.layout, dy.dtype, dy.device, config.relu_mask, weight_dtype,
         weight_dtype if needed[1] else None, config.bias_dtype if needed[2] else None,
-        needs_x=needed[0], needs_residual=needed[3] and config.masks_by_y, single_rank=config.single_rank,
+        needs_x=needed[0], needs_residual=needed[3] and config.relu_mask is interface.ReluMask.FROM_Y,
+        single_rank=config.single_rank,
     )  # fmt: skip
 
 
@@ -135,10 +146,11 @@ def _are_readable(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether kernels can read each tensor at its data pointer, and autograd can save each tensor (an inference
     tensor only in inference mode)."""
     present = [tensor for tensor in tensors if tensor is not None]
-    if any(t.layout != torch.strided or t.is_neg() or is_zero_tensor(t) or is_wrapped(t) for t in present):
+    checks = Tensor.is_neg, internals.is_zero_tensor, internals.is_wrapped, internals.is_batched_gradient
+    if any(tensor.layout != torch.strided or any(check(tensor) for check in checks) for tensor in present):
         return False
     has_inference = any(tensor.is_inference() for tensor in present) and not torch.is_inference_mode_enabled()
-    return not (has_inference or any_freed(present))
+    return not (has_inference or internals.any_freed(present))
 
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:

@@ -1,7 +1,7 @@
 """Defines the synchronised layers and `accumulate_running_stats`."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from numbers import Integral
 from operator import is_
 from typing import Any, Self
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import inputs
-from syncbn.arguments import TORCH_DIM_CHECKS, DimCheck, Options, Tensors, to_float, validated_eps
-from syncbn.fallback import evaluate, prepare, raise_on_all_ranks
+from syncbn import tracing
+from syncbn.arguments import TORCH_DIM_CHECKS, DimCheck, Options, Tensors, check_module, to_float, validated_eps
+from syncbn.bad_argument import raise_on_all_ranks
 from syncbn.ranks import groups
-from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
-from syncbn.ranks.reduction import make_groups
-from syncbn.ranks.sites import Site
+from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, make_groups
+from syncbn.ranks.sites import CopiedAsNone, Site, to_bool
 from syncbn.statistics import from_sums, to_sums, update_buffers
 from syncbn.step import train
 from syncbn.texts import quote_path
-from syncbn.torch_internals import PLAIN_CLASSES, current_backward, is_compiling
+from syncbn.torch_batch_norm import evaluate
+from syncbn.torch_internals import PLAIN_CLASSES, TORCH_FORWARD, inside_backward, is_compiling, set_attribute
 
 # The value of `_synchronised_ranks` while it is not known whether the forward of a subclass has synchronised.
 UNKNOWN_NUM_RANKS = 0
@@ -65,15 +65,16 @@ class SyncBatchNorm(_BatchNorm):
     fuse_relu: bool = False
     # Number of ranks that the last training step in eager mode synchronised; None before the first step.
     _synchronised_ranks: int | None = None
-    _call_site: Site | None = None  # The call site of this layer in its group, see ranks/sites.py.
+    _syncbn_site: Site | None = None  # The site of this layer in its group, see ranks/sites.py.
     # Class of the module that `convert_syncbn_model` converted, and dotted name of this layer in it. Compiled graphs do
     # not read the name: Dynamo would guard on it and recompile each repeated block.
     _syncbn_name: tuple[str, str] | None = None
     _process_group: GroupSpec = None
-    # The values from which the cached options were built, and the cached options.
-    _options: tuple[tuple[object, ...], Options | None] = (), None
+    # nn.BatchNorm1d, 2d or 3d. If a program has replaced the forward of this class, the layer calls the new forward.
+    _torch_class: type[nn.Module] | None = None
+    _options: Options | None = None  # The cached options.
     # Replaces `train` inside a block of accumulate_running_stats.
-    _train_override: Callable[[Tensors, Options, Any], tuple[Tensor, Tensor]] | None = None
+    _train_override: "_Pool | None" = None
 
     def __init__(
         self,
@@ -112,10 +113,6 @@ class SyncBatchNorm(_BatchNorm):
     def process_group(self, process_group: ProcessGroupLike) -> None:
         self._process_group = groups.to_spec(process_group)
 
-    def __getstate__(self) -> dict[str, Any]:
-        left_out = "_synchronised_ranks", "_call_site", "_options", "_train_override"
-        return {name: value for name, value in vars(self).items() if name not in left_out}
-
     def reset_parameters(self) -> None:
         """Set weight and running_var to 1, and set bias, running_mean and num_batches_tracked to 0."""
         self.reset_running_stats()
@@ -151,18 +148,20 @@ class SyncBatchNorm(_BatchNorm):
         """
         if type(input) not in PLAIN_CLASSES and isinstance(input, Proxy):
             options = {name: tensor for name, tensor in (("z", z), ("mask", mask)) if tensor is not None}
-            return inputs.create_leaf(self, input.tracer, (input,), options)
-        running_mean, running_var, counter = self.running_mean, self.running_var, None
-        if self.training:
-            counter = self.num_batches_tracked
-            if not self.track_running_stats:
-                running_mean = running_var = counter = None
-        tensors = Tensors(input, z, self.weight, self.bias, running_mean, running_var, counter, mask)
+            return tracing.create_leaf(self, input.tracer, (input,), options)
+        if self._torch_class is not None and self._torch_class.forward is not TORCH_FORWARD and z is mask is None:
+            from syncbn.subclasses import run_forward
+
+            return run_forward(self, super().forward, input)
+        options = self._current_options()
+        buffers = self.running_mean, self.running_var, self.num_batches_tracked
+        tensors = Tensors(input, z, self.weight, self.bias, *buffers, mask)
         try:
             if self.training:
-                train_layer = train if self._train_override is None else self._train_override
-                return train_layer(tensors, self._current_options(), self)[0]
-            return evaluate(tensors, self._current_options(), self)
+                if options.track_running_stats is False:  # `train` raises the error if the value is not a bool.
+                    tensors = tensors.without_running_stats()
+                return (self._train_override or train)(tensors, options, self)[0]
+            return evaluate(tensors, options, self)
         except (RuntimeError, TypeError, ValueError) as error:
             add_name(error, self)
             raise
@@ -172,16 +171,24 @@ class SyncBatchNorm(_BatchNorm):
         check: DimCheck = type(self)._check_input_dim
         if "_check_input_dim" in self.__dict__ or check not in TORCH_DIM_CHECKS:
             check = _check_with_user_method
-        channel_dim = -1 if self.channel_last else 1
-        arguments = self.momentum, self.eps, channel_dim, self.fuse_relu, self.num_features, check, self._process_group
-        values = *arguments, self.track_running_stats
-        old_values, options = self._options
-        if options is None or False in map(is_, values, old_values):
-            options = Options(*arguments)
-            if not is_compiling():  # Dynamo would recompile the graph for an attribute that changes.
-                # object.__setattr__ bypasses a __setattr__ of a subclass, which may raise.
-                object.__setattr__(self, "_options", (values, options))
-                object.__setattr__(self, "_call_site", None)  # The signature of the call site depends on the options.
+        # As in nn.BatchNorm, the running statistics do not move if momentum is None and there is no counter.
+        momentum = 0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum
+        flags = self.channel_last, self.track_running_stats, self.fuse_relu
+        values = momentum, self.eps, self.num_features, check, self._process_group, *flags
+        options = self._options
+        if options is None or False in map(is_, values, options.layer_values):
+            options = self._set_options(values)
+        return options
+
+    def _set_options(self, values: tuple[Any, ...]) -> Options:
+        """Return options with these `layer_values`, and cache them."""
+        momentum, eps, num_channels, check, group, *flags = values
+        channel_last, tracks, relu = map(to_bool, flags)
+        dim = -1 if channel_last is True else 1
+        options = Options(momentum, eps, dim, relu, num_channels, check, group, channel_last, tracks, values)
+        if not is_compiling():  # Dynamo would recompile the graph for an attribute that changes.
+            set_attribute(self, "_options", options)
+            set_attribute(self, "_syncbn_site", None)  # The signature of the site depends on the options.
         return options
 
     def _replicate_for_data_parallel(self) -> Self:
@@ -192,13 +199,14 @@ class SyncBatchNorm(_BatchNorm):
         vars(replica)["_process_group"] = groups.THIS_RANK_ALONE
         return replica
 
-    __prepare_scriptable__ = inputs.refuse_script  # torch.jit.script calls this method first.
+    __prepare_scriptable__ = tracing.refuse_script  # torch.jit.script calls this method first.
 
     def extra_repr(self) -> str:
-        """Return the text of nn.BatchNorm, and the other arguments that differ from their defaults."""
+        """Return the text of nn.BatchNorm, "by syncbn", and the other arguments that differ from their defaults."""
         ours = {"process_group": self._process_group, "channel_last": self.channel_last, "fuse_relu": self.fuse_relu}
         theirs: str = super().extra_repr()  # type: ignore[no-untyped-call]
-        return theirs + "".join(f", {name}={value!r}" for name, value in ours.items() if value not in (None, False))
+        given = {name: value for name, value in ours.items() if value is not None and value is not False}
+        return f"{theirs}, by syncbn" + "".join(f", {name}={value!r}" for name, value in given.items())
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
@@ -211,13 +219,19 @@ class SyncBatchNorm(_BatchNorm):
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """SyncBatchNorm for inputs (N, C) or (N, C, L); a subclass of nn.BatchNorm1d."""
 
+    _torch_class = nn.BatchNorm1d
+
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
     """SyncBatchNorm for inputs (N, C, H, W), or (N, H, W, C) with channel_last; a subclass of nn.BatchNorm2d."""
 
+    _torch_class = nn.BatchNorm2d
+
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """SyncBatchNorm for inputs (N, C, D, H, W), or (N, D, H, W, C) with channel_last; a subclass of nn.BatchNorm3d."""
+
+    _torch_class = nn.BatchNorm3d
 
 
 def _check_with_user_method(layer: Any, input: Tensor) -> None:
@@ -262,27 +276,31 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
             mode are affected.
 
     Raises:
-        ValueError: no synchronised layer has running statistics; a layer is lazy and has not run yet; the forward of a
-            subclass passes to F.batch_norm running statistics other than the layer's (every rank raises).
+        TypeError: `model` is not a module.
+        ValueError: no synchronised layer has running statistics; a layer is lazy and has not run yet; a call updates
+            other running statistics than those that the layer had when the block began, because the forward of a
+            subclass passes them to F.batch_norm, or torch.func.functional_call to the model (every rank raises).
         RuntimeError: the block is inside another block of accumulate_running_stats, or runs a module compiled with
             fullgraph=True. (The graphs of other compiled modules break at the layers.)
 
     After an exception in the block, running statistics and counters keep their values from before the block.
     """
+    check_module(model)
     pools: dict[SyncBatchNorm, _Pool] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, SyncBatchNorm) and layer.track_running_stats and layer.running_mean is not None:
             if nn.parameter.is_lazy(layer.running_mean):
                 raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward pass first")
-            if layer._train_override is not None:
+            if layer._train_override is not None and layer._train_override.is_open:
                 raise RuntimeError("accumulate_running_stats cannot run inside another accumulate_running_stats")
-            pools[layer] = _Pool()
+            pools[layer] = _Pool(layer)
     if not pools:
         raise ValueError("no synchronised layer with running statistics: call syncbn.convert_syncbn_model(model)")
     with contextlib.ExitStack() as undo:
         for layer, pool in pools.items():
-            vars(layer)["_train_override"] = pool.train
+            vars(layer)["_train_override"] = pool
             undo.callback(vars(layer).pop, "_train_override")
+            undo.callback(setattr, pool, "is_open", False)  # A copy of the layer may hold the pool.
             if layer.num_batches_tracked is not None:  # The forward of a subclass may increment the counter itself.
                 undo.callback(layer.num_batches_tracked.copy_, layer.num_batches_tracked.clone())
         yield
@@ -292,28 +310,33 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
             update_buffers(*buffers, from_sums(pool.sums, eps=1.0), layer.momentum)  # `eps` affects only invstd.
 
 
-class _Pool:
+class _Pool(CopiedAsNone):
     """The sums of all batches of a layer inside accumulate_running_stats."""
 
+    is_open = True  # False after the block
     sums: Tensor | None = None  # float64 (2C + 1,): sum x, sum x^2 and n; None before the first batch
 
-    def train(self, tensors: Tensors, options: Options, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
+    def __init__(self, layer: SyncBatchNorm) -> None:
+        self.buffers = layer.running_mean, layer.running_var, layer.num_batches_tracked
+
+    def __call__(self, tensors: Tensors, options: Options, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
         """Train the layer, and add the batch to the pool instead of updating the running statistics. A recompute by
         activation checkpointing adds nothing."""
         running_mean = tensors.running_mean
-        if running_mean is None:
+        if running_mean is None or not self.is_open:
             return train(tensors, options, layer)
         if is_compiling():  # The exception breaks the graph here.
             raise RuntimeError("compiled graphs cannot accumulate running statistics; compile without fullgraph=True")
-        if running_mean is not layer.running_mean or tensors.running_var is not layer.running_var:
+        passed = running_mean, tensors.running_var, self.buffers[2] if tensors.counter is None else tensors.counter
+        if False in map(is_, passed, self.buffers):
             error = ValueError(
-                "forward() passes running statistics to F.batch_norm that are not the layer's, but "
-                "accumulate_running_stats updates only the layer's; pass self.running_mean and self.running_var"
+                "this call updates running statistics that are not those which the layer had when "
+                "accumulate_running_stats began; pass self.running_mean and self.running_var to F.batch_norm, and no "
+                "buffers to functional_call"
             )
-            tensors, options, reduction, _ = prepare(tensors, options, layer)
-            raise_on_all_ranks(error, tensors, options, reduction, "forward")
+            raise_on_all_ranks(error, tensors, options, layer, call=None)
         y, statistics = train(tensors.without_running_stats(), options, layer)
-        if current_backward() == -1:
+        if not inside_backward():
             sums = to_sums(statistics.detach(), len(running_mean))
             self.sums = sums if self.sums is None else self.sums + sums
         return y, statistics

@@ -12,20 +12,14 @@ All tensors of this module are packed or per-channel, so the cost does not depen
 import torch
 from torch import Tensor
 
-from syncbn.torch_internals import (
-    constant_in_graphs,
-    copy_together,
-    inside_functorch,
-    inside_vmap,
-    is_compiling,
-    is_exporting,
-)
+from syncbn import torch_internals as internals
+from syncbn.torch_internals import is_compiling
 
 N_COPIES = 4  # n is stored four times in the statistics, for the alignment of scale and shift
 FLOAT64_DEVICE_TYPES = "cpu", "cuda"  # device types known to support float64
 
 
-@constant_in_graphs
+@internals.constant_in_graphs
 def supports_float64(device: torch.device) -> bool:
     """Return whether the device supports float64. Apple's MPS and some Intel GPUs do not."""
     if device.type in FLOAT64_DEVICE_TYPES:
@@ -70,11 +64,6 @@ def unpack(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tenso
     return mean, var, invstd, statistics[3 * num_channels : 3 * num_channels + 1]
 
 
-def num_statistics(num_channels: int, relu: bool) -> int:
-    """Return the length of packed statistics. With `relu` they include scale and shift of a relu without residual."""
-    return (5 if relu else 3) * num_channels + N_COPIES
-
-
 def unpack_unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean (C,), unbiased variance var * n / (n - 1) (C,), and n (1,). For n <= 1 the variance is undefined."""
     mean, var, _, num_values = unpack(statistics, num_channels)
@@ -83,7 +72,7 @@ def unpack_unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tens
 
 def update_buffers(
     running_mean: Tensor | None, running_var: Tensor | None, counter: Tensor | None, statistics: Tensor,
-    momentum: float | Tensor | None, updates: bool = True,
+    momentum: float | Tensor | None,
 ) -> None:  # fmt: skip
     """Compute running = (1 - momentum) * running + momentum * statistic in place, and increment the counter.
 
@@ -91,8 +80,9 @@ def update_buffers(
     all batches. running_var takes the unbiased variance, var * n / (n - 1). If n = 0, neither running statistic
     changes; if n = 1, only running_mean changes. The host does not read n.
 
-    If `updates` is False, the values are computed but not written. They are computed because selective checkpointing
-    matches saved results by the order of calls.
+    In a backward, where activation checkpointing recomputes a forward, the values are computed but not written. They
+    are computed because selective checkpointing matches saved results by the order of calls. (Compiled graphs drop the
+    updates of a recompute.)
     """
     if momentum is None and counter is not None:
         momentum = 1.0 / (counter + 1).to(statistics.dtype)  # The host does not wait for a GPU.
@@ -110,11 +100,11 @@ def update_buffers(
     if counter is not None:
         buffers.append(counter)
         values.append(counter + 1)
-    if not (buffers and updates):
+    if not buffers or (not is_compiling() and internals.inside_backward()):
         return
-    together = not is_exporting() if is_compiling() else inside_functorch() and not inside_vmap()
-    if together:
-        copy_together(buffers, values)
+    is_plain_transform = not is_compiling() and internals.inside_functorch() and not internals.inside_vmap()
+    if is_plain_transform or (is_compiling() and not internals.is_exporting()):
+        internals.copy_together(buffers, values)
     else:
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)

@@ -1,4 +1,4 @@
-"""Trains on the fast path, forward and backward.
+"""Trains: the pipeline of a training call, forward and backward.
 
 Symbols: C channels; n values per channel over all ranks r; x, y and dy of any shape with a dim of size C.
 
@@ -9,14 +9,24 @@ Symbols: C channels; n values per channel over all ranks r; x, y and dy of any s
               grad_weight = sum dy * (x - mean) * invstd,  grad_bias = sum dy
                             (sums over this rank: DistributedDataParallel averages them)
 
-Each pass computes local sums, issues one all_reduce and runs one elementwise kernel. Kernels receive data pointers, so
-they need plain, dense tensors. Tensor subclasses are unwrapped first, masked values are set to 0, and an input or
-residual is copied unless it is non-overlapping and dense. These calls take the fallback, fallback.py:
+Each pass computes local sums, issues one all_reduce and computes outputs: `Call.forward` and `Call.backward`,
+for every training call. Calls differ in what comes before the pass, and in the kernels:
 
-- inside a compiled graph; while a dispatch mode, a transform of torch.func or, on a CPU, a profiler is active;
-- with a momentum in a tensor, a non-contiguous weight, bias or buffer, a subclass that defines __torch_dispatch__, an
-  option of an unusual type, or a bad argument;
-- on a device for which there are no kernels.
+    call                                                       way                  kernels              Function
+    eager, with tensors that direct kernels can read: the      train                direct, cached by    _Step
+      fast path                                                                     tensors' metadata
+    eager, under a dispatch mode or, on a CPU, a profiler; or  _train_dispatched    operators.py or      _Step
+      with tensors that direct kernels cannot read                                  reference.py
+    in a compiled graph, in torch.func, in forward mode        _train_traced        the same             _DispatchedStep
+    without a mask on one rank, instead of reference.py, and   torch_batch_norm.py  F.batch_norm         torch's
+      in a graph, in torch.func and in forward mode
+
+Before the pass, tensor subclasses are unwrapped, masked values are set to 0, and an input or residual is copied unless
+it is non-overlapping and dense. An argument error raises on every rank, see bad_argument.py.
+
+Direct kernels receive data pointers. They cannot read the tensors of a call with a momentum in a tensor, with a
+non-contiguous weight, bias or buffer, with a subclass that defines __torch_dispatch__, or with an option of an unusual
+type, and there are none for some devices.
 """
 
 from typing import Any
@@ -24,14 +34,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import fallback
-from syncbn.arguments import Options, Tensors, require_two_values
-from syncbn.inputs import OutputWrapper, make_dense, unwrap_and_mask
-from syncbn.kernel_cache import backward_cache, forward_cache
-from syncbn.kernels.interface import TRAILER_ELEMENTS, ForwardKernels
-from syncbn.ranks.reduction import Reduction, eager_reduction
+from syncbn import torch_internals as internals
+from syncbn.arguments import Options, Tensors, check_training, require_float64
+from syncbn.bad_argument import check_on_all_ranks, raise_on_all_ranks
+from syncbn.dispatched import dispatched_back_end, gradients, normalize
+from syncbn.inputs import apply_mask, make_dense, unwrap
+from syncbn.kernel_cache import backward_cache, forward_cache, forward_config
+from syncbn.kernels import reference
+from syncbn.ranks.calls import eager_call, record_ranks, select_call
 from syncbn.ranks.sites import Caller
-from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, keeps_graph, profiler_range
+from syncbn.statistics import update_buffers
+from syncbn.torch_batch_norm import train_one_rank
+from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, is_eager, is_traced, profiler_range
 
 
 def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range: bool = False) -> tuple[Tensor, Tensor]:
@@ -41,97 +55,130 @@ def train(tensors: Tensors, options: Options, caller: Caller, in_profiler_range:
     is open. **Raises** on every rank if the arguments of any rank are invalid; see `raise_on_all_ranks`.
     """
     if not (in_profiler_range or is_eager()):
-        if not is_eager(tensors.input):
-            return fallback.train(tensors, options, caller)
-        with profiler_range("syncbn.forward"):
-            return train(tensors, options, caller, in_profiler_range=True)
-    if current_backward() != -1:  # A recompute must not update the running statistics a second time.
-        tensors = tensors.without_running_stats()
-    wrap: OutputWrapper | None = None
+        return _train_watched(tensors, options, caller)
+    arguments, in_backward = (tensors, options, caller), current_backward() != -1  # `inside_backward`, inlined
+    wrap = found = call = None
     try:
-        if tensors.mask is not None or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
-            tensors, options, wrap = unwrap_and_mask(tensors, options)
-        kernels, needs_copy = forward_cache.get(options.cache_key, tensors, options) or (None, False)
-        if needs_copy:
-            tensors = make_dense(tensors, options)
-    except Exception:  # A bad argument may raise anything here. The fallback raises its error on all ranks.
-        kernels = None
-    if kernels is None:
-        y, statistics = fallback.train(tensors, options, caller)
-        return y if wrap is None else wrap(y), statistics
-
-    x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
-    reduction = eager_reduction(options.process_group, caller, x.dtype)
-    single_rank = reduction.group is None and num_values is None  # The local sums are the total, unchanged.
-    kernels = kernels.for_single_rank if single_rank else kernels
-    outer, _, inner = kernels.config.layout.sizes
-    try:
-        status_words = reduction.status_words("forward", x.device) if x.is_cuda else None
-        sums = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], status_words)
-        if num_values is not None:  # Masked values are 0 in the sums, but the kernel has counted them in n.
-            sums[-TRAILER_ELEMENTS] = num_values
-    except Exception as error:  # The first call of a kernel may compile it, which may raise anything.
-        fallback.raise_on_all_ranks(error, tensors, options, reduction, "forward")
-    total = reduction.all_reduce(sums, "forward", status_words)
-    if outer * inner < 2 or num_values is not None:  # Otherwise this rank has two or more values per channel.
-        require_two_values(outer * inner if single_rank else total[-TRAILER_ELEMENTS], x)
-    momentum: Any = options.momentum  # This is a number or None: a tensor momentum takes the fallback.
-    buffers = running_mean, running_var, counter
-    y, statistics, is_finite = kernels.forward_outputs((x, weight, bias, z), total, buffers, momentum, status_words)
-    if not is_finite:  # The all_reduce may have overwritten the local sums, so they are computed again.
-        reduction.warn_unless_finite(kernels.forward_sums(x))
-    if caller._synchronised_ranks != reduction.num_ranks:
-        object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)
-    y = _apply(x, weight, bias, z, (y, statistics, kernels, reduction))
+        if not {*map(type, tensors)} <= PLAIN_OR_NONE:
+            tensors, options, wrap = unwrap(tensors, options)
+        if in_backward:  # A recompute must not update the running statistics a second time.
+            tensors = tensors.without_running_stats()
+        if wrap is None or PLAIN_OR_NONE.issuperset(map(type, tensors)):
+            found = forward_cache.get(options.cache_key, tensors, options)
+        if found is not None:
+            kernels, needs_copy = found
+            if tensors.mask is not None:
+                tensors, wrap = apply_mask(tensors, options.channel_dim, wrap)
+            if needs_copy:
+                tensors = make_dense(tensors, options.channel_dim, kernels.config.layout)
+            call = eager_call(options.process_group, caller, tensors.input, in_backward)
+            x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
+            if call.group is None and num_values is None:  # The local sums are the total, unchanged.
+                kernels = kernels.for_single_rank or kernels
+            inputs, buffers = (x, weight, bias, z), (running_mean, running_var, counter)
+            y, statistics = call.forward(kernels, inputs, num_values, buffers, options.momentum)
+    except Exception as error:  # of any class: by a Tensor subclass, or because a kernel cannot be compiled
+        raise_on_all_ranks(error, tensors, options, caller, call)
+    if call is None:  # There are no direct kernels for these tensors.
+        return _train_dispatched(*arguments)
+    if caller._synchronised_ranks != call.num_ranks:
+        record_ranks(caller, call)
+    y = _apply(x, weight, bias, z, (y, statistics, kernels, call))
     return y if wrap is None else wrap(y), statistics
 
 
-class _Step(torch.autograd.Function):
-    """The node of the autograd graph: (x, weight, bias, residual, computed) -> y. `train` has computed y already.
+def _train_watched(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, Tensor]:
+    """Train under a compiler, transform, dispatch mode or profiler."""
+    if is_traced():
+        return _train_traced(tensors, options, caller)
+    if not is_eager(tensors.input):
+        return _train_dispatched(tensors, options, caller)
+    with profiler_range("syncbn.forward"):  # The profiler of a GPU also sees launches of direct kernels.
+        return train(tensors, options, caller, in_profiler_range=True)
 
-    The tensors in `computed` are wrapped in a tuple, because autograd treats each tensor argument as an input.
+
+def _train_dispatched(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, Tensor]:
+    """Train with kernels that torch's dispatcher sees, or with F.batch_norm on one rank without such kernels."""
+    call = None
+    try:
+        tensors, options, wrap = unwrap(tensors, options)
+        call = eager_call(options.process_group, caller, tensors.input, internals.inside_backward())
+        options = check_training(tensors, options, caller)
+        config = forward_config(tensors, options)
+        back_end = dispatched_back_end(config, *tensors.differentiable())
+        calls_torch = back_end is reference and call.group is None and not tensors.has_mask()
+        with profiler_range("syncbn.forward"):
+            if calls_torch:
+                y, statistics = train_one_rank(tensors, options)
+            else:
+                require_float64(tensors.input)
+                tensors, wrap = apply_mask(tensors, options.channel_dim, wrap)
+                tensors = make_dense(tensors, options.channel_dim)
+                kernels, inputs = back_end.Forward(forward_config(tensors, options)), tensors.differentiable()
+                with torch.no_grad():
+                    y, statistics = call.forward(
+                        kernels, inputs, tensors.num_values, tensors.buffers(), options.momentum
+                    )
+    except Exception as error:
+        raise_on_all_ranks(error, tensors, options, caller, call)
+    record_ranks(caller, call)
+    if not calls_torch:
+        y = _apply(*inputs, (y, statistics, kernels, call))
+    return wrap(y), statistics
+
+
+def _train_traced(tensors: Tensors, options: Options, caller: Caller) -> tuple[Tensor, Tensor]:
+    """Train in a compiled graph, in a transform of torch.func or in forward mode. The forward runs inside of an
+    autograd Function, and the running statistics are updated outside of it."""
+    call = select_call(options.process_group, caller, tensors.input)
+    tensors, options, wrap = unwrap(tensors, options)
+    calls_torch = call.group is None and not tensors.has_mask()
+    options = check_on_all_ranks(tensors, options, caller, call, needs_float64=not calls_torch)
+    with profiler_range("syncbn.forward"), call.recording_errors():
+        if calls_torch:
+            y, statistics = train_one_rank(tensors, options)
+        else:
+            tensors, wrap = apply_mask(tensors, options.channel_dim, wrap)
+            y, statistics = normalize(make_dense(tensors, options.channel_dim), options, call)
+            update_buffers(*tensors.buffers(), statistics, options.momentum)
+    record_ranks(caller, call)
+    return wrap(y), statistics
+
+
+class _Step(torch.autograd.Function):
+    """The node of the autograd graph: (x, weight, bias, residual, computed) -> y.
+
+    `computed` is (y, statistics, kernels, call): autograd does not treat tensors in a tuple as inputs.
 
     Saved for backward are x, weight, the statistics and, if relu is fused after a residual, y. The forward issues no
-    collective. The backward issues one all_reduce, or two with create_graph=True; with one rank it issues none. The
-    all_reduce is issued whatever needs_input_grad is, because another rank may need the sums.
+    collective. The backward issues one all_reduce, or two with create_graph=True; with one rank it issues none.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-        computed: tuple[Tensor, Tensor, ForwardKernels, Reduction],
-    ) -> Tensor:  # fmt: skip
-        y, statistics, ctx.kernels, ctx.reduction = computed
-        masks_by_y = residual is not None and ctx.kernels.config.relu
-        ctx.save_for_backward(x, weight, statistics, y if masks_by_y else None)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Any, residual: Tensor | None, computed: Any) -> Any:
+        y, statistics, ctx.kernels, ctx.call = computed
+        # y is saved for `ReluMask.FROM_Y`.
+        ctx.save_for_backward(x, weight, statistics, y if residual is not None and ctx.kernels.config.relu else None)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        reduction, forward_config, kernels = ctx.reduction, ctx.kernels.config, None
+        call, config, kernels = ctx.call, ctx.kernels.config, None
         needed = _, _, _, needs_residual = ctx.needs_input_grad[:4]
         try:
             x, _, _, y = saved = ctx.saved_tensors  # saved_tensors_hooks and activation checkpointing run here.
             # A profiler shows this node as _StepBackward, so no range is opened.
-            if is_eager(dy) and not torch.is_grad_enabled():
-                if dy.stride() != x.stride():
-                    dy = forward_config.layout.dense(dy)
-                kernels = backward_cache.get((ctx.kernels, needed), (dy, *saved), forward_config, needed)
+            if ctx.kernels.is_direct and is_eager(dy) and not torch.is_grad_enabled():
+                dy = dy if dy.stride() == x.stride() else config.layout.dense(dy)
+                kernels = backward_cache.get((ctx.kernels, needed), (dy, *saved), config, needed)
             if kernels is None:
-                return *fallback.gradients(forward_config, dy, saved, needed, reduction), None
-
-            status_words = reduction.status_words("backward", x.device) if x.is_cuda else None
-            signature = reduction.signatures["backward", x.dtype]
-            sums, *parameter_grads = kernels.backward_sums(dy, saved, signature, reduction.forward_total)
+                return *gradients(config, dy, saved, needed, call), None
+            grad_x, grad_weight, grad_bias, grad_residual = call.backward(kernels, dy, saved)
         except Exception as error:
-            reduction.record_error(error)
+            call.record_error(error)
             raise
-        total = reduction.all_reduce(sums, "backward", status_words)
-        if reduction.forward_total is not None and not keeps_graph():  # No other backward follows; release the total.
-            reduction.forward_total = None
-        grad_x, grad_residual = kernels.backward_outputs(dy, saved, total, status_words)
         # Without a relu the gradient of the residual is dy.
-        return grad_x, *parameter_grads, dy if needs_residual and y is None else grad_residual, None
+        return grad_x, grad_weight, grad_bias, dy if needs_residual and y is None else grad_residual, None
 
 
 _apply = direct_apply(_Step)

@@ -1,18 +1,13 @@
 """Formats names, values, ranks and errors as text that is safe to write to a c10d Store or a terminal, and issues
 warnings at the line of the user's program."""
 
-import contextlib
 import functools
 import itertools
-import numbers
 import sys
 import traceback
 import warnings
 from collections.abc import Iterable
 from types import FrameType
-
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 ONE_VALUE_PER_CHANNEL = "Expected more than 1 value per channel when training, got 1 over all ranks"
 MAX_REPR_LENGTH = 60  # characters of a value in an error message
@@ -42,25 +37,6 @@ def shorten(value: object) -> str:
     except ValueError:  # an int of more than 4,300 digits
         text = f"a large {type(value).__name__}"
     return text if len(text) <= MAX_REPR_LENGTH else f"{text[:MAX_REPR_LENGTH]}..."
-
-
-def layer_settings(caller: object) -> dict[str, str]:
-    """Return the settings of a layer that must be equal on all ranks, as text. A function has none."""
-    if not isinstance(caller, _BatchNorm):
-        return {}
-    names = "channel_last", "fuse_relu", "track_running_stats"
-    flags = {name: str(bool(getattr(caller, name, False))) for name in names}
-    return {"eps": _format_number(caller.eps), "momentum": _format_number(caller.momentum)} | flags
-
-
-def _format_number(setting: object) -> str:
-    """Return the same text for equal numbers of any class, such as 1 and 1.0, and one text for all tensors."""
-    if isinstance(setting, Tensor):
-        return "a tensor"
-    if isinstance(setting, numbers.Real):
-        with contextlib.suppress(OverflowError):
-            return repr(float(setting))
-    return shorten(setting)
 
 
 def format_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:

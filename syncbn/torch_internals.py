@@ -25,8 +25,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 is_compiling = torch.compiler.is_compiling
 is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-# The id of the running backward, for example during a recompute of activation checkpointing; -1 outside of a backward.
-current_backward: Callable[[], int] = torch._C._current_graph_task_id
+current_backward: Callable[[], int] = torch._C._current_graph_task_id  # the id of the running backward, or -1
+
+
+def inside_backward() -> bool:
+    """Return whether a backward runs in this thread, for example during a recompute of activation checkpointing."""
+    return current_backward() != -1
+
+
 # Whether a torch.func transform is active. The tensors of a transform have no memory.
 inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # The level of forward-mode AD, including torch.func.jvp; -1 without forward mode.
@@ -34,6 +40,11 @@ forward_mode_level: Callable[[], int] = functools.partial(getattr, forward_ad, "
 
 # The classes of torch's operators. Compiled graphs call operators; programs call functions that wrap them.
 OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
+
+# The forward of nn.BatchNorm1d, 2d and 3d; False if a program replaced it before it imported syncbn. A replacement may
+# have torch's __module__, copied by functools.wraps, but it has other globals.
+_forward = nn.modules.batchnorm._BatchNorm.forward
+TORCH_FORWARD = getattr(_forward, "__globals__", None) is vars(nn.modules.batchnorm) and _forward
 
 PLAIN_CLASSES = {torch.Tensor, torch.nn.Parameter}  # a Parameter made from a DTensor has the class DTensor
 PLAIN_OR_NONE = {*PLAIN_CLASSES, type(None)}
@@ -48,6 +59,22 @@ def constant_in_graphs(function: Function) -> Function:
     torch._dynamo."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+# The compile id of the frame in which Dynamo last traced `run_forward`, and whether the forward has called batch norm.
+_traced_call: tuple[object, bool] = None, True
+
+
+@constant_in_graphs
+def note_call(called: bool) -> bool:
+    """While Dynamo traces a forward, record whether it has called batch norm. Return the previous record.
+
+    Return True if another frame has made the record: a graph break separates the frames, and Dynamo does not trace the
+    frames in between if it has cached them.
+    """
+    global _traced_call
+    old, _traced_call = _traced_call, (torch._guards.CompileContext.current_compile_id(), called)
+    return old != (_traced_call[0], False)
 
 
 @constant_in_graphs
@@ -70,12 +97,15 @@ def is_eager(x: object = None) -> bool:
     If the result is True, code may access the memory of plain tensors directly. Dispatch modes, transforms and tracers
     add a dispatch key to the keys that the thread includes by default.
     """
-    return not (
-        torch.compiler.is_dynamo_compiling()
-        or _included_keys().raw_repr() & ~_DEFAULT_KEYS
-        or (profiler._is_profiler_enabled and not getattr(x, "is_cuda", False))
-        or forward_ad._current_level >= 0
-    )
+    if torch.compiler.is_dynamo_compiling() or _included_keys().raw_repr() & ~_DEFAULT_KEYS:
+        return False
+    return forward_ad._current_level < 0 and not (profiler._is_profiler_enabled and not getattr(x, "is_cuda", False))
+
+
+def is_traced() -> bool:
+    """Return whether a compiler, a transform of torch.func, forward mode or torch.jit.trace is active: an autograd
+    Function must then contain all operations."""
+    return is_compiling() or inside_functorch() or forward_mode_level() >= 0 or is_jit_tracing()
 
 
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
@@ -93,6 +123,14 @@ def inside_vmap_or_forward_mode() -> bool:
     return forward_mode_level() >= 0 or (inside_functorch() and inside_vmap())
 
 
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Return whether vmap or forward mode is active, or a tensor is a batched gradient. Only torch operations have
+    rules for them."""
+    if inside_vmap_or_forward_mode():
+        return True
+    return not is_compiling() and any(tensor is not None and is_batched_gradient(tensor) for tensor in tensors)
+
+
 def inside_vmap() -> bool:
     """Return whether torch.func.vmap is among the active transforms."""
     return any(level.key().name == "Vmap" for level in torch._C._functorch.get_interpreter_stack() or ())
@@ -101,6 +139,10 @@ def inside_vmap() -> bool:
 def profiler_range(name: str) -> contextlib.AbstractContextManager[object]:
     """Return a profiler range with this name, or a null context if no profiler is active."""
     return torch.profiler.record_function(name) if profiler_enabled() else contextlib.nullcontext()
+
+
+# Sets an attribute of a layer without the __setattr__ of the layer's class, which may raise. (Dynamo cannot trace it.)
+set_attribute: Callable[[object, str, object], None] = object.__setattr__
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -124,9 +166,6 @@ is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_ba
 
 # Whether a torch.func transform, which may have ended, has wrapped this tensor.
 is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-
-# Whether the running backward keeps its graph (retain_graph=True); True outside of a backward.
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 # Whether the tensor represents zeros without memory.
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
@@ -275,6 +314,16 @@ def registered_name(group: dist.ProcessGroup) -> str:
     """Return the group's name in torch's registry. `group.group_name` raises for a group that is implemented in Python,
     unless its class overrides getGroupName."""
     return dist.distributed_c10d._get_process_group_name(group)
+
+
+MAX_ALL_TO_ALL_RANKS = 16  # see ranks/collective.py
+
+
+@constant_in_graphs
+def all_to_all_size(group: dist.ProcessGroup) -> int:
+    """Return the number of ranks if short payloads on CPU use all_to_all_single, or 0 if they use all_reduce."""
+    is_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
+    return group.size() if is_gloo and group.size() <= MAX_ALL_TO_ALL_RANKS else 0
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

@@ -1,25 +1,17 @@
-"""Finds batch norm that a conversion does not cover, with a remedy for each module, and summarises synchronised
-layers."""
+"""Finds batch norm that a conversion does not cover, with a remedy for each module."""
 
-import ast
+import contextlib
+import dis
 import inspect
-import textwrap
-from collections.abc import Iterable, Sequence
 from itertools import islice
-from tokenize import TokenError
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import kernels
-from syncbn.arguments import layer_channels
-from syncbn.kernels.interface import TRAILER_ELEMENTS
-from syncbn.layer import UNKNOWN_NUM_RANKS, SyncBatchNorm
-from syncbn.ranks import groups
+from syncbn.layer import SyncBatchNorm
 from syncbn.texts import quote_path
-from syncbn.torch_internals import is_compiled
 
 # Attributes that a conversion or revert removes from a layer before it sets new ones. process_group is included,
 # because it is an attribute of nn.SyncBatchNorm and a property of SyncBatchNorm.
@@ -31,18 +23,13 @@ CUSTOM = "may use the statistics of its batch; if so, let its forward call syncb
 EXPORTED = "is part of a scripted or exported model; convert before torch.jit or torch.export"
 CALLS_FUNCTION = "may call F.batch_norm in training; if so, call syncbn.functional.sync_batch_norm instead"
 UNREGISTERED = "keeps batch norm in a plain list or dict, where no conversion finds it; use nn.ModuleList or ModuleDict"
+COMMUNICATES = "communicates by itself; leave out the conversion that made it, or derive from nn.BatchNorm1d, 2d or 3d"
 OVERRIDDEN = "its forward was replaced; convert before layer.forward = ..., or define the forward in a subclass"
 
 MAX_NAMED = 3  # The number of names that a text lists for a class.
 MAX_INSPECTED = 100  # The number of elements inspected per list or dict. A list may hold a data set.
-# The prefixes with which code usually calls batch_norm.
-PREFIXES = "", "F.", "functional.", "nn.functional.", "torch.nn.functional.", "torch."
-TRAINING_INDEX = 5  # Position of the argument `training` of F.batch_norm and torch.batch_norm.
-# The exceptions for a method that has no source or wraps itself, and for incomplete or too deeply nested source.
-SOURCE_ERRORS = OSError, SyntaxError, TokenError, ValueError, RecursionError, MemoryError
-
-BYTES_PER_ELEMENT = 8  # float64
-BY_TORCH = "synchronised by torch's nn.SyncBatchNorm, on GPUs only"
+MODULE_NAMES = "F", "functional", "nn", "torch", "batch_norm"  # the names from which code usually loads batch_norm
+ATTRIBUTE_LOADS = "LOAD_ATTR", "LOAD_METHOD", "EXTENDED_ARG"  # LOAD_METHOD: Python 3.11
 
 
 class LocalLayer(NamedTuple):
@@ -51,12 +38,6 @@ class LocalLayer(NamedTuple):
     name: str  # The dotted name in the model.
     layer: nn.Module
     remedy: str  # CONVERTIBLE if `convert_syncbn_model` can convert the layer.
-
-
-def check_module(model: nn.Module) -> None:
-    """**Raises** TypeError unless `model` is a module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected an nn.Module, got {model!r} of type {type(model).__name__}; pass the model")
 
 
 def unparametrized_class(layer: nn.Module) -> type[nn.Module]:
@@ -82,37 +63,34 @@ def unsynchronised(model: nn.Module) -> list[LocalLayer]:
 
 
 def calls_batch_norm(kind: type) -> bool:
-    """Return whether a method of the class calls torch's batch norm with one of `PREFIXES`, unless with training=False.
-    Inherited methods count. Methods of torch and syncbn, and methods without source, are skipped."""
+    """Return whether the code of a method of the class names a batch_norm of torch, such as F.batch_norm.
+
+    Inherited methods count. Methods of torch and syncbn are skipped. The values of arguments are not known, so that a
+    call with training=False counts too.
+    """
     values = [value for base in kind.__mro__ for value in vars(base).values()]
-    methods = [value for value in values if isinstance(value, (FunctionType, staticmethod, classmethod))]
-    return any(map(_calls_in_training, methods))
+    return any(map(_method_names_batch_norm, values))
 
 
-def _calls_in_training(method: Any) -> bool:
-    try:
-        function = inspect.unwrap(method)
-        package = str(function.__module__).partition(".")[0]
-        if package in ("torch", "syncbn") or not _names_batch_norm(function.__code__):  # Reading source is slow.
-            return False
-        # textwrap.dedent does not dedent a method that contains a comment at the start of a line.
-        source = textwrap.indent(inspect.getsource(function), " ")
-        return any(map(_is_call_in_training, ast.walk(ast.parse(f"if True:\n{source}"))))
-    except SOURCE_ERRORS:
+def _method_names_batch_norm(method: Any) -> bool:
+    if not isinstance(method, (FunctionType, staticmethod, classmethod)):
         return False
+    with contextlib.suppress(ValueError):  # The method wraps itself.
+        function = inspect.unwrap(method)  # type: ignore[arg-type]
+        if isinstance(function, FunctionType) and str(function.__module__).partition(".")[0] not in ("torch", "syncbn"):
+            return _names_batch_norm(function.__code__)
+    return False
 
 
 def _names_batch_norm(code: CodeType) -> bool:
-    nested = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return "batch_norm" in code.co_names or any(map(_names_batch_norm, nested))
-
-
-def _is_call_in_training(node: ast.AST) -> bool:
-    if not (isinstance(node, ast.Call) and ast.unparse(node.func) in [f"{prefix}batch_norm" for prefix in PREFIXES]):
-        return False
-    given = [value for i, value in enumerate(node.args) if i == TRAINING_INDEX or isinstance(value, ast.Starred)]
-    given += [keyword.value for keyword in node.keywords if keyword.arg in ("training", None)]
-    return any(ast.unparse(value) != "False" for value in given)
+    from_module = False  # whether the last instructions name a module, and then load attributes
+    if "batch_norm" in code.co_names:
+        for instruction in dis.get_instructions(code):
+            if instruction.opname not in ATTRIBUTE_LOADS:
+                from_module = instruction.argval in MODULE_NAMES
+            if from_module and instruction.argval == "batch_norm":
+                return True
+    return any(_names_batch_norm(constant) for constant in code.co_consts if isinstance(constant, CodeType))
 
 
 def _unregistered(module: nn.Module) -> set[nn.Module]:
@@ -140,7 +118,7 @@ def _remedy(module: nn.Module) -> str | None:
     original = unparametrized_class(module)
     if original is not nn.SyncBatchNorm:
         if issubclass(original, nn.SyncBatchNorm):
-            return "its base nn.SyncBatchNorm communicates by itself; derive the class from nn.BatchNorm1d, 2d or 3d"
+            return COMMUNICATES
         taken = [name for name in ADDED_ATTRIBUTES if hasattr(module, name)]
         if taken:
             return f"has attributes whose names syncbn uses; rename {', '.join(taken)}"
@@ -161,93 +139,3 @@ def shorten_names(names: list[str]) -> str:
     """Return the first names, with "..." for the others."""
     shown = [quote_path(name) or "the model" for name in names[:MAX_NAMED]]
     return ", ".join(shown + ["..."] * (len(names) > MAX_NAMED))
-
-
-class LayerSummary(NamedTuple):
-    """A synchronised layer: one row of the table. The fields are the columns."""
-
-    layer: str  # Dotted name in the model.
-    kind: str  # Name of the class.
-    channels: int  # C
-    group_size: int  # Number of ranks; 1 without a process group.
-    forward_bytes: int  # Payload of the forward pass in bytes: 8 * (2C + 4), or 0 in a group of one rank.
-    backward_bytes: int  # The same for the backward pass.
-    last_step: str  # Whether the last training step synchronised; see `summary`.
-
-
-class Summary(tuple[LayerSummary, ...]):
-    """The rows that `summary` returns. They print as a table with a row of totals, `others`, and the kernels in use."""
-
-    # Up to two lines with remedies: one for layers that are not synchronised, and one for layers of nn.SyncBatchNorm.
-    others: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:
-        if not self:
-            return "\n".join(self.others) or "no synchronised layers: the model has no batch-norm layer that trains"
-        header = ("layer", "class", "channels", "group size", "bytes forward", "bytes backward", "last step")
-        num_bytes = (sum(row.forward_bytes for row in self), sum(row.backward_bytes for row in self))
-        rows = table(header, self, ("total", "", "", "", *num_bytes, ""))
-        return "\n".join((rows, *self.others, f"kernels: {kernels.available()}"))
-
-
-def summary(model: nn.Module) -> Summary:
-    """Return a printable table of the synchronised layers of `model`, one row per layer. Does not communicate.
-
-    Columns: dotted name; class; channels C; number of ranks in the group; payload in bytes of a training step, forward
-    and backward (in a small gloo group each rank sends these bytes to every other rank, see docs/performance.md); the
-    last training step:
-
-        synchronised over N ranks, not synchronised   as recorded in eager mode
-        compiled    the layer is in a compiled module, which records nothing
-        not known   no record, but the layer has counted batches: in a compiled function, or before it was converted,
-                    copied or loaded
-        none yet    no record, and the layer has counted no batches
-
-    Lines below the table list the layers that are not synchronised, and the layers of nn.SyncBatchNorm, which another
-    converter may have added. The lines contain remedies.
-
-    **Raises** TypeError unless `model` is a module.
-    """
-    check_module(model)
-    compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
-    rows = Summary(_row(name or "(the model)", layer, layer in compiled) for name, layer in layers.items())
-    # Once a model has synchronised layers, leave out CUSTOM modules, which may call syncbn.functional, and layers in
-    # evaluation mode, which are frozen.
-    others = [row for row in unsynchronised(model) if not rows or (row.remedy != CUSTOM and row.layer.training)]
-    local = [row for row in others if not isinstance(row.layer, nn.SyncBatchNorm)]
-    parts = ("not synchronised", local), (BY_TORCH, [row for row in others if row not in local])
-    rows.others = tuple(f"{what}: {describe_layers(part)}" for what, part in parts if part)
-    return rows
-
-
-def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
-    group_size = groups.size(layer._process_group)
-    num_channels = layer_channels(layer)
-    num_bytes = BYTES_PER_ELEMENT * (2 * num_channels + TRAILER_ELEMENTS) if group_size > 1 else 0
-    last_step = "compiled" if compiled else _last_eager_step(layer)
-    return LayerSummary(name, type(layer).__name__, num_channels, group_size, num_bytes, num_bytes, last_step)
-
-
-def _last_eager_step(layer: SyncBatchNorm) -> str:
-    """Return the last column of `summary` for a layer that is not in a compiled module."""
-    num_ranks, counter = layer._synchronised_ranks, layer.num_batches_tracked
-    if num_ranks is None:
-        has_trained = counter is not None and not counter.is_meta and int(counter) > 0
-        return "not known" if has_trained else "none yet"
-    if num_ranks == UNKNOWN_NUM_RANKS:
-        return "not known"
-    return "not synchronised" if num_ranks == 1 else f"synchronised over {num_ranks} ranks"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], footer: Sequence[object] = ()) -> str:
-    """Return the header, a line per row, and the footer, between rules. Columns are as wide as their longest text, so
-    that nothing is cut, whatever the width of the terminal."""
-    texts = [tuple(map(str, row)) for row in (header, *rows, footer) if row]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in texts]
-    rule = "  ".join("-" * width for width in widths)
-    lines.insert(1, rule)
-    if footer:
-        lines.insert(-1, rule)
-    return "\n".join(lines)

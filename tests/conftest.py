@@ -66,15 +66,18 @@ def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "core", triton.language.core, raising=False)
 
 
-@pytest.fixture(params=["reference", "parts", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.fixture(params=["reference", "chunks", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Return each back end. New tensors are on its device. On a CPU Triton's interpreter runs the kernels."""
     if request.param != "triton":
         if request.param in ("cpu", "operators") and (reason := cpu.load()):
             pytest.skip(reason)
-        monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 50)
-        chunked = request.param == "parts"
-        yield reference.Chunked if chunked else importlib.import_module(f"syncbn.kernels.{request.param}")
+        if request.param == "chunks":  # without gradients torch operations run on one chunk after another
+            monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 50)
+            with torch.no_grad():
+                yield reference
+        else:
+            yield importlib.import_module(f"syncbn.kernels.{request.param}")
         return
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")

@@ -1,6 +1,6 @@
 """A catalogue of what can go wrong on one rank of several, and what the ranks print then.
 
-docs/how_it_works.md has a table of these faults. The job is faulty_job.py; its collectives wait for 3 s.
+docs/when_ranks_disagree.md has a table of these faults. The job is faulty_job.py; its collectives wait for 3 s.
 """
 
 import contextlib
@@ -35,6 +35,18 @@ def _where(rank_0: str, rank_1: str) -> str:
     return rf"rank 0: ({LAST_SEEN})?{rank_0}{WRITTEN}\nrank 1: ({LAST_SEEN})?{rank_1}{WRITTEN}\n"
 
 
+# The first of several causes that a report names.
+OTHER_LAYERS, EXTRA_CALL, FEWER_BATCHES, NOT_CONVERTED, READ_OUTPUT = (
+    rf"Possible causes:\n- {cause}"
+    for cause in (
+        "A rank has left out a layer",
+        "A rank has called the model once more",
+        "A rank has fewer batches",
+        "A rank has not called convert_syncbn_model",
+        "Read the last output",
+    )
+)
+
 # Where a rank is in the faulty step.
 IN_1, IN_2, IN_3 = (f"in body.bn{layer} forward, call 3" for layer in (1, 2, 3))
 AFTER_1 = "after body.bn1 forward, call 3"
@@ -51,21 +63,18 @@ OUTSIDE = r"a collective outside of syncbn's layers failed on rank "
 ONE_BATCH_LESS = OUTSIDE + r"\d\.\n(ranks? .*: (last seen after|after|in) body.bn1 .*\n)+(.*\n)*.*empty batch"
 
 FAULTS = {
-    "skips a layer": Fault(_where(IN_2, IN_3)),
-    "another order": Fault(_where(IN_2, IN_3)),
-    "one more step": Fault("", _where(f"{LAST}; has left", "in body.bn1 forward, call 7"), well=1),
+    "skips a layer": Fault(_where(IN_2, IN_3) + OTHER_LAYERS),
+    "another order": Fault(_where(IN_2, IN_3) + OTHER_LAYERS),
+    "one more step": Fault("", _where(f"{LAST}; has left", "in body.bn1 forward, call 7") + FEWER_BATCHES, well=1),
     "one batch less, then a metric": Fault(ONE_BATCH_LESS),
     "one batch less of three ranks, then a metric": Fault(ONE_BATCH_LESS, num_ranks=3),
     "one more step, DDP broadcasts buffers": Fault(
         "",
-        OUTSIDE
-        + r"1\.\n"
-        + _where(f"{LAST}; has left", LAST)
-        + r"Possible causes:\n- A rank has left out .*\n.*empty batches",
+        OUTSIDE + r"1\.\n" + _where(f"{LAST}; has left", LAST) + FEWER_BATCHES,
         well=1,
     ),
-    "in evaluation": Fault(_where(IN_1, BEFORE_STEP + MAY_LEAVE)),
-    "not converted": Fault(_where(FIRST, "has not been seen")),
+    "in evaluation": Fault(_where(IN_1, BEFORE_STEP + "(; the layer is in evaluation mode now)?" + MAY_LEAVE)),
+    "not converted": Fault(_where(FIRST, "has not been seen") + NOT_CONVERTED),
     "channels": Fault(
         "gloo::EnforceNotMet",  # gloo ends rank 0 before it says a word
         # The abort of rank 0 may reach rank 1 in place of its sums.
@@ -86,13 +95,13 @@ FAULTS = {
     "exception in the data loader": Fault(
         _where(IN_1, f"{BEFORE_STEP}; has left with OSError: cannot read image 17"), rf"\nOSError: {NO_MORE}"
     ),
-    "kill -9 in forward": Fault(_where(IN_2, ENDED.format(AFTER_1))),
+    "kill -9 in forward": Fault(_where(IN_2, ENDED.format(AFTER_1)) + READ_OUTPUT),
     "kill -9 in backward": Fault(_where(IN_BACKWARD, ENDED.format("after body.bn3 forward, call 3"))),
     "kill -9 in the all_reduce": Fault(_where(IN_1, ENDED.format(IN_1))),
     "stopped for longer than the time-out": Fault(
-        _where(IN_1, rf"last seen {BEFORE_STEP}; its process \(\d+\) is stopped")
+        _where(IN_1, rf"last seen {BEFORE_STEP}; its process \(\d+\) is stopped") + "A debugger or a signal"
     ),
-    "out of memory, caught": Fault(_where(IN_BACKWARD, "in body.bn1 forward, call 4")),
+    "out of memory, caught": Fault(_where(IN_BACKWARD, "in body.bn1 forward, call 4") + EXTRA_CALL),
     "group destroyed": Fault(_where(IN_1, r"after body\.bn\d .*")),
     "group made anew": Fault(_where(IN_1, "after .*")),
     "fork after use": Fault(

@@ -26,6 +26,7 @@ class Result(NamedTuple):
     gradient_scale: float  # max |dy * weight * invstd|: with few values grad_input is a small difference of such terms
 
 
+@torch.enable_grad()
 def full_batch(
     x: Tensor,
     dy: Tensor,

@@ -8,11 +8,13 @@ import copy
 import functools
 import pickle
 import re
+import sys
 from abc import ABCMeta
 from typing import Any
 
 import pytest
 import torch
+from jobs import run
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, Frozen, OnlyAttributes, parametrized
 from torch import nn
 from torch.nn.utils import parametrize
@@ -103,7 +105,8 @@ def test_what_is_left_alone_is_named_in_one_warning() -> None:
     model["b"].channel_last = "mine"
     classes = {name: type(module) for name, module in model.items()}
     assert re.fullmatch(
-        r"syncbn did not convert these layers: 1 SubclassOfSyncBatchNorm \(a\): .* derive the class from .*; "
+        r"syncbn did not convert these layers: 1 SubclassOfSyncBatchNorm \(a\): communicates by itself; "
+        r"leave out the conversion that made it, or derive from nn.BatchNorm1d, 2d or 3d; "
         r"1 BatchNormAct2d \(b\): .* rename channel_last; 1 \w*Module \(c\): is part of a scripted .*; "
         r"2 HeteroBatchNorm \(d, e\.0\): may use the statistics of its batch; if so, let its forward call .*; "
         r"1 \w*Module \(exported\.0\): is part of a scripted or exported model; convert before .*; "
@@ -294,6 +297,24 @@ def test_parametrizations_come_and_go_around_a_conversion() -> None:
     assert type(parametrize.remove_parametrizations(layer, "weight")) is nn.BatchNorm2d
 
 
+REPLACED_BEFORE_THE_IMPORT = """
+import torch
+from torch.nn.modules import batchnorm
+batchnorm._BatchNorm.forward = lambda self, x: x + 5
+import syncbn
+for layer in torch.nn.BatchNorm1d(3), torch.nn.LazyBatchNorm1d(), torch.nn.SyncBatchNorm(3):
+    print(syncbn.convert_syncbn_model(layer).eval()(torch.ones(2, 3)).max().item())
+"""
+
+
+def test_a_forward_that_was_replaced_before_the_import() -> None:
+    """nn.SyncBatchNorm has a forward of its own, which the replacement does not change."""
+    printed = run(sys.executable, "-W", "ignore", "-c", REPLACED_BEFORE_THE_IMPORT)
+    first, second, third = map(float, printed.split())
+    assert first == second == 6
+    assert third == pytest.approx(1, rel=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_a_lazy_layer_is_synchronised_from_its_first_forward() -> None:
     layer = syncbn.convert_syncbn_model(nn.LazyBatchNorm2d(momentum=0.2))
@@ -383,3 +404,20 @@ def test_a_revert_names_the_layers_that_compute_something_else() -> None:
         syncbn.revert_syncbn_model(model)
     assert all(type(layer) is nn.BatchNorm1d for layer in model)
     assert not {"fuse_relu", "channel_last"} & {*vars(model[1]), *vars(model[2])}
+
+
+@pytest.mark.parametrize(("name", "value"), [("channel_last", torch.tensor([1, 0])), ("fuse_relu", "no"),
+                                             ("track_running_stats", "no")])  # fmt: skip
+def test_flags_of_a_layer_that_calls_f_batch_norm_are_checked(name: str, value: object) -> None:
+    """Its call of F.batch_norm goes to `train` with the flags of the layer."""
+    layer = syncbn.convert_syncbn_model(BatchNormAct2d(3))
+    setattr(layer, name, value)
+    with pytest.raises(TypeError, match=f"{name} must be a bool, got"):
+        layer(torch.ones(2, 3, 2, 2))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_call_that_stays_torchs_returns_no_view(training: bool) -> None:
+    """An in-place relu after it would be recorded as a change of a view."""
+    layer = syncbn.convert_syncbn_model(Frozen(3)).train(training)
+    assert not layer(torch.ones(2, 3, 2, 2, requires_grad=True))._is_view()

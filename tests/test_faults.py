@@ -1,6 +1,7 @@
 """Catches a fault of the catalogue, faults.py, after which a rank hangs or does not say why it ends."""
 
 import re
+import signal
 from pathlib import Path
 
 import faults
@@ -89,6 +90,29 @@ def test_the_rank_that_has_the_store_leaves_last(tmp_path: Path) -> None:
     for rank in ranks[:2]:
         assert said in re.sub(r"^(\[rank\d+\]: )+", "", rank.text(), flags=re.MULTILINE), rank.text()
     assert "ValueError: SyncBatchNorm: expected 3 channels" in ranks[2].text()
+    del store
+
+
+WITH_A_TIE = """
+import torch
+import torch.distributed as dist
+from syncbn.functional import sync_batch_norm
+
+dist.init_process_group("gloo")
+x, weight = torch.randn(2, 4), torch.ones(3 if dist.get_rank() else 4)
+sync_batch_norm(x, None, None, weight, training=True)
+"""
+
+
+def test_an_error_of_a_rank_that_gloo_ends(tmp_path: Path) -> None:
+    """The arguments of rank 1 do not agree on the number of channels, so rank 1 joins the all_reduce with another size,
+    and gloo aborts it. Rank 0 reports the error."""
+    (program := tmp_path / "program.py").write_text(WITH_A_TIE)
+    (healthy, faulty), store = start_ranks(2, program)
+    assert healthy.wait() != 0
+    assert faulty.wait() == -signal.SIGABRT, faulty.text()
+    said = r"rank 1: (last seen )?in sync_batch_norm forward, call 1; .*has raised ValueError: expected 3 channels"
+    assert re.search(said, healthy.text()), healthy.text()
     del store
 
 

@@ -57,7 +57,7 @@ def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param == "nccl":
         store = dist.HashStore()
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-        monkeypatch.setattr("syncbn.ranks.reduction.resolve", lambda spec: dist.group.WORLD)
+        monkeypatch.setattr("syncbn.ranks.calls.resolve", lambda spec: dist.group.WORLD)
     yield syncbn.SyncBatchNorm2d(8, device="cuda")
     if request.param == "nccl":
         dist.destroy_process_group()

@@ -49,8 +49,7 @@ def launches_of_a_step(
     z, dtype, running = x if affine and residual else None, parameter if affine else None, x.new_empty(x.shape[1])
     of_both = Layout.of(x, 1), x.dtype, x.device
     kind = ForwardConfig(*of_both, 1e-5, affine, z is not None, dtype, dtype, x.dtype, x.dtype)
-    masks = kind.masks_by_x, kind.masks_by_y
-    of_backward = BackwardConfig(*of_both, *masks, dtype, dtype, needs_x=True, needs_residual=z is not None)
+    of_backward = BackwardConfig(*of_both, kind.relu_mask, dtype, dtype, needs_x=True, needs_residual=z is not None)
     found: dict[str, list[gpu_static.Launch]] = {}
 
     def call(kernels: Any, name: str, *arguments: object) -> Any:

@@ -7,16 +7,18 @@ from pathlib import Path
 import syncbn
 
 PACKAGE = Path(syncbn.__file__).parent
-LOWEST = "torch_internals", "texts"
+LOWEST = "torch_internals", "texts", "payload"
 ROOMS = {  # the beginning of a module's name -> the beginnings of all that it may import
     "torch_internals": LOWEST,
+    "payload": (),  # not the kernels: ranks do not need them for what they send
     "kernels.": ("kernels.", "statistics", *LOWEST),
     "ranks.": ("ranks.", "kernels.", *LOWEST),
 }
 # Rooms that may know torch.distributed; and tests of users' own, which start ranks.
 KNOWS_RANKS = "ranks.", "torch_internals", "testing", "__main__"
-# Within a method of layer.py: torch's name of the conversion stands on the class, and users type it.
-LATE = {("layer", "convert")}
+# Within methods of layer.py: torch's name of the conversion stands on the class, and users type it; and a program may
+# have replaced the forward of torch's own class, which then runs like that of a subclass.
+LATE = {("layer", "convert"), ("layer", "subclasses")}
 MODULES = {
     ".".join(file.relative_to(PACKAGE).with_suffix("").parts): ast.parse(file.read_text())
     for file in PACKAGE.rglob("*.py")

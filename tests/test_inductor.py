@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 
 import syncbn
 from syncbn.kernels import cpu, operators
-from syncbn.ranks import reduction
+from syncbn.ranks import calls
 
 pytestmark = [
     pytest.mark.skipif(bool(cpu.load()), reason="needs a C++ compiler"),
@@ -30,7 +30,7 @@ pytestmark = [
 def several_ranks(request: pytest.FixtureRequest, group_of_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile what several ranks compile. A graph of one rank has torch's F.batch_norm."""
     if "torch_func" not in request.node.name:
-        monkeypatch.setattr(reduction, "graph_reduction", lambda spec: reduction.GraphReduction(group_of_one))
+        monkeypatch.setattr(calls, "graph_call", lambda spec: calls.GraphCall(group_of_one))
 
 
 needs_torch_213 = pytest.mark.skipif(
@@ -81,7 +81,7 @@ def test_no_input_of_an_operator_is_copied(
     assert "syncbn.forward_sums" in forward
     assert "syncbn.backward_sums" in backward
     # The name of a generated loop lists its operations. The name of a copy lists only operations that read the copy.
-    readers = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)_v3"
+    readers = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)_v4"
     assert not re.findall(rf"cpp_fused(?:_(?:{readers}))+_\d+\b", forward + backward)
     assert not copied
 
@@ -130,7 +130,7 @@ def test_a_relu_is_not_fused_if_another_operation_reads_y_or_it_is_a_relu6() -> 
         with without_caches():
             y, codes = run_and_get_code(torch.compile(lambda x, f=function, norm=layer: f(norm(x)), fullgraph=True), x)
             (gradient,) = torch.autograd.grad(y.sin().sum(), x)
-        assert re.search(r"syncbn\.forward_outputs_v3\.default\(.*, False\)", codes[0])
+        assert re.search(r"syncbn\.forward_outputs_v4\.default\(.*, False\)", codes[0])
         torch.testing.assert_close((y, gradient), (expected, expected_gradient))
 
 

@@ -4,9 +4,12 @@ running statistics of several batches that are not those of one.
 Drawn dtypes, layouts and options are in distributed/test_fuzz.py.
 """
 
+import contextlib
+import copy
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +19,8 @@ from equal_to_torch import forget_kernels, with_gaps
 from jobs import run_text
 from tensor_subclasses import Image
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import syncbn
 from syncbn.kernels import select
@@ -137,6 +142,24 @@ def test_saved_for_backward() -> None:
         assert len(saved) - len(large) <= 4  # weight, mean, var, n
 
 
+@pytest.mark.parametrize("part", ["forward", "recompute"])
+@pytest.mark.parametrize("watch", [torch.profiler.profile, FlopCounterMode])
+def test_a_forward_or_its_recompute_is_watched(watch: Callable[..., Any], part: str) -> None:
+    """A profiler or mode may be active in only one of the two, as with nn.BatchNorm. The recompute does not update the
+    running statistics a second time."""
+    layer, expected = syncbn.SyncBatchNorm2d(3), nn.BatchNorm2d(3)
+    x = torch.randn(4, 3, 5, 5, requires_grad=True)
+    y = expected(x)
+    (grad,) = torch.autograd.grad(y.sin().sum(), x)
+    contexts = {"forward": contextlib.nullcontext(), "recompute": contextlib.nullcontext()}
+    contexts[part] = watch(**({"display": False} if watch is FlopCounterMode else {}))
+    with contexts["forward"]:
+        actual = checkpoint(layer, x, use_reentrant=False)
+    with contexts["recompute"]:
+        actual.sin().sum().backward()
+    torch.testing.assert_close((actual, x.grad, layer.running_var), (y, grad, expected.running_var))
+
+
 def test_in_place_relu_behind_the_layer() -> None:
     """The output is a tensor of its own, not a view: an in-place operation on it costs no copy and no error."""
     for channel_last in (False, True):
@@ -188,6 +211,9 @@ def test_meta_device() -> None:
 
 def test_repr_names_what_is_not_default() -> None:
     assert "process_group" not in repr(syncbn.SyncBatchNorm(3))
+    layer = syncbn.SyncBatchNorm2d(3)
+    layer.fuse_relu = torch.tensor([1, 0])  # has no truth value
+    assert "by syncbn, fuse_relu=tensor([1, 0])" in repr(layer)
     text = repr(syncbn.SyncBatchNorm(3, process_group=2, channel_last=True, fuse_relu=True))
     assert text.endswith("process_group=2, channel_last=True, fuse_relu=True)")
 
@@ -218,6 +244,31 @@ def test_one_warning_where_there_are_no_ranks() -> None:
 def test_eps_of_another_class() -> None:
     """Calls with an eps that is not a float take the fallback, so the layer makes it one."""
     assert all(type(syncbn.SyncBatchNorm(3, eps=eps).eps) is float for eps in (1, np.float64(0.1)))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"momentum": np.float32(0.3)},
+        {"momentum": np.int64(1)},
+        {"eps": np.float32(1e-3)},
+        {"eps": np.float16(1e-3)},
+        {"momentum": None, "num_batches_tracked": None},  # The running statistics do not move.
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_numbers_of_other_classes_train_as_in_torch(changed: dict[str, object], accumulates: bool) -> None:
+    """A conversion keeps the attributes that torch's layer accepts. The counter of old checkpoints may be missing."""
+    expected, x = nn.BatchNorm1d(3), torch.randn(5, 3) + 1
+    for name, value in changed.items():
+        setattr(expected, name, value)
+    layer = syncbn.convert_syncbn_model(copy.deepcopy(expected))
+    with syncbn.accumulate_running_stats(layer) if accumulates else contextlib.nullcontext():
+        y = layer(x)
+    torch.testing.assert_close(y, expected(x))
+    torch.testing.assert_close(layer.state_dict(), expected.state_dict())
+    torch.testing.assert_close(layer.eval()(x), expected.eval()(x))
 
 
 @pytest.fixture(params=["", "reference"])

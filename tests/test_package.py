@@ -25,7 +25,7 @@ import syncbn
 loaded = set(sys.modules) - modules
 import syncbn.testing, syncbn.__main__
 after, libraries = resources(), len(torch.ops.loaded_libraries)
-operators = hasattr(torch.ops.syncbn, "forward_sums_v3")
+operators = hasattr(torch.ops.syncbn, "forward_sums_v4")
 print(json.dumps([sorted(loaded), before, after, dist.is_initialized(), operators, libraries]))
 """
 
@@ -51,7 +51,7 @@ import contextlib, threading, time, weakref
 from pathlib import Path
 import torch, torch.distributed as dist, syncbn
 from syncbn.ranks.sites import FunctionCaller
-from syncbn.ranks import reduction
+from syncbn.ranks import calls
 
 def gloo_threads():
     names = ""
@@ -60,14 +60,14 @@ def gloo_threads():
             names += (thread / "comm").read_text()
     return "gloo" in names
 
-reduction.resolve = lambda spec: dist.group.WORLD  # a group of one rank too
+calls.resolve = lambda spec: dist.group.WORLD  # a group of one rank too
 for _ in range(3):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = weakref.ref(dist.group.WORLD)
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     assert gloo_threads()
-    with reduction.eager_reduction(None, FunctionCaller("a test"), None).new_collective("forward"):
-        time.sleep(1.2)  # the watchdog's thread looks at the collective
+    collective = calls.eager_call(None, FunctionCaller("a test"), None).new_collective("forward")
+    collective.run(time.sleep, 1.2)  # the watchdog polls in this time
     syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()
     dist.destroy_process_group()
     assert world() is None

@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", ROOT / "examples/README.md", ROOT / ".github/CONTRI
 BLOCKS = {f"{page.name}-{index}": code for page in PAGES for index, code in enumerate(python_blocks(page))}
 # A block that creates a process group is a whole program; the others are parts of programs.
 PROGRAMS = {name: code for name, code in BLOCKS.items() if "init_process_group(" in code}
-(TRAINING_SCRIPT,) = (PROGRAMS.pop(name) for name in [*PROGRAMS] if name.startswith("training_script"))
+TRAINING_SCRIPT = (ROOT / "examples/train.py").read_text()
 
 
 def anchors(page: Path) -> set[str]:
@@ -59,7 +59,7 @@ def test_programs_run_on_two_ranks(program: str, tmp_path: Path) -> None:
 
 
 def test_the_training_script_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
-    """docs/training_script.md: one run of two epochs prints and saves the same as two runs of one epoch."""
+    """examples/train.py: one run of two epochs prints and saves the same as two runs of one epoch."""
     (script := tmp_path / "train.py").write_text(TRAINING_SCRIPT)
     once, twice = tmp_path / "once.pt", tmp_path / "twice.pt"
     whole = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", once)

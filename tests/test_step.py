@@ -35,7 +35,7 @@ from syncbn import step as step_module
 from syncbn.arguments import NO_DIM_CHECK, Options, Tensors
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available
-from syncbn.ranks.reduction import OneRank
+from syncbn.ranks.calls import OneRank
 from syncbn.ranks.sites import FunctionCaller
 from syncbn.torch_internals import is_wrapped
 
@@ -165,7 +165,7 @@ def test_a_mode_and_a_profiler_see_the_operators() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(layer, layer, x)
     for seen in (mode.debug_string(), str(profile.key_averages())):
-        assert "batch_norm_backward" in seen
+        assert "syncbn::backward_sums" in seen
 
 
 def test_make_fx_records_and_replays() -> None:
@@ -444,7 +444,7 @@ def took_fast_path(y: Tensor) -> bool:
     nodes = [y.grad_fn]
     for node in nodes:
         nodes += [following for following, _ in node.next_functions if following is not None]
-    return any("_Step" in node.name() for node in nodes)
+    return any(node.name() == "_StepBackward" and node.kernels.is_direct for node in nodes)
 
 
 def channel_innermost(x: Tensor) -> Tensor:
@@ -693,3 +693,17 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             tensor.requires_grad_(value)
         layer(x)
     assert max(map(len, kernel_cache.forward_cache.entries.values())) == kernel_cache.MAX_ENTRIES_PER_KEY
+
+
+@needs_c
+@pytest.mark.filterwarnings("ignore")  # a torch for GPUs warns where there is none
+def test_dispatched_kernels_are_not_cached() -> None:
+    """They are created for each call, and as keys would fill the cache of the backward kernels."""
+    layer, x = syncbn.SyncBatchNorm2d(3), torch.randn(SHAPE)
+    step(layer, layer, x)
+    num_keys = len(kernel_cache.backward_cache.entries)
+    for _ in range(3):
+        with DebugMode():
+            y = layer(x.requires_grad_())
+        y.sum().backward()
+    assert len(kernel_cache.backward_cache.entries) == num_keys

@@ -34,7 +34,7 @@ QUESTIONS: dict[str, Callable[[], object]] = {
     "profiler": internals.profiler_enabled,
     "eager on a GPU only": lambda: internals.is_eager(SimpleNamespace(is_cuda=True)) and not internals.is_eager(),
     "jit": internals.is_jit_tracing,
-    "backward": lambda: internals.current_backward() != -1,
+    "backward": internals.inside_backward,
     "vmap": internals.inside_vmap,
     "vmap or forward mode": internals.inside_vmap_or_forward_mode,
     "dispatch mode": lambda: internals.current_dispatch_mode() is not None,
@@ -109,12 +109,7 @@ def test_predicates_of_tensors_and_modules() -> None:
 
 
 def test_names_of_autograd_and_modules() -> None:
-    answers, x = [internals.keeps_graph()], torch.zeros(2)
-    y = torch.ones(2, requires_grad=True).sin()
-    y.register_hook(lambda _: answers.append(internals.keeps_graph()))
-    for retain_graph in (True, False):
-        y.sum().backward(retain_graph=retain_graph)
-    assert answers == [True, True, False]
+    x = torch.zeros(2)
     with torch.inference_mode():
         internals.increment_version((x, torch.zeros(2)))  # the second tensor has no version
     assert x._version == 1
@@ -132,7 +127,7 @@ def test_guards_distinguish_tensors() -> None:
 def test_without_working_guards_no_kernel_is_cached(tensor_guards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later torch may lack TensorGuards, accept any tensors, or have another signature."""
     monkeypatch.setattr(internals, "TensorGuards", tensor_guards)
-    monkeypatch.setattr(kernel_cache, "guards_work", internals.guards_work.__wrapped__)
+    monkeypatch.setattr(internals, "guards_work", internals.guards_work.__wrapped__)
     kernels = iter(("first", "second"))
     cache = kernel_cache.Cache(lambda *_: next(kernels))
     assert [cache.get("config", (torch.ones(2, 3), None)) for _ in range(2)] == ["first", "second"]
@@ -171,6 +166,20 @@ def test_an_export_is_distinguished_from_a_compiled_graph() -> None:
     x = torch.zeros(2)
     assert torch.compile(add_one_in_exports, backend="eager", fullgraph=True)(x).tolist() == [0, 0]
     assert torch.export.export(Model(), (x,), strict=True).module()(x).tolist() == [1, 1]
+
+
+def test_a_record_of_a_trace_is_that_of_one_frame() -> None:
+    """In another frame, and outside of any frame, the record is unknown."""
+
+    def record_here(x: Tensor) -> Tensor:
+        internals.note_call(False)
+        return x + internals.note_call(True)
+
+    x = torch.zeros(())
+    assert torch.compile(record_here, backend="eager", fullgraph=True)(x) == 0
+    internals.note_call(False)
+    assert torch.compile(lambda x: x + internals.note_call(False), backend="eager", fullgraph=True)(x) == 1
+    assert internals.note_call(True)
 
 
 # Process groups.

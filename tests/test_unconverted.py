@@ -4,8 +4,8 @@ Also one that is named although it does not.
 """
 
 import copy
+import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from syncbn.unconverted import CALLS_FUNCTION, MAX_INSPECTED, UNREGISTERED, call
 Function = Callable[..., Any]
 
 # fmt: off
-MAX_NAMED: list[Function] = [  # each in one line, which is the source of a lambda
+MAX_NAMED: list[Function] = [  # each in one line
     lambda self, x: F.batch_norm(x, self.stored_mean, self.stored_var, None, None, self.training, 0.1, 1e-5),
     lambda _, x: batch_norm(x, None, None, training=True),
     lambda _, x: nn.functional.batch_norm(x, None, None, training=True).relu(),
@@ -32,23 +32,23 @@ MAX_NAMED: list[Function] = [  # each in one line, which is the source of a lamb
     lambda self, x: (lambda: F.batch_norm(x, None, None, training=self.training))(),
     lambda _, x: F.batch_norm(*x),
     lambda _, x: F.batch_norm(x, **x),
-    lambda self, x: F.batch_norm(F.batch_norm(x, None, None, training=True), self.a, self.b, training=False),
+    lambda self, x: self.norm(F.batch_norm(self.batch_norm(x), None, None, training=True)),
+    lambda self, x: F.batch_norm(x, self.a, self.b, training=False),  # byte code does not show what is passed
 ]
 NOT_NAMED: list[Function] = [
     lambda self, x: self.batch_norm(x, training=True),
+    lambda self, x: F.relu(self.batch_norm(x)),
     lambda self, x: self.F.batch_norm(x, None, None, training=True),
     lambda _, x: sync_batch_norm(x, None, None, training=True),
-    lambda self, x: F.batch_norm(x, self.a, self.b),
-    lambda self, x: F.batch_norm(x, self.a, self.b, self.a, self.b),
-    lambda self, x: F.batch_norm(training=False, input=x, running_mean=self.a, running_var=self.b),
-    lambda self, x: torch.batch_norm(x, self.a, self.b, self.a, self.b, False, 0.1, 1e-5, True),
+    lambda _, x: syncbn.functional.sync_batch_norm(x, None, None, training=True),
+    lambda _, x: F.instance_norm(x),
 ]
 # fmt: on
 NORM = """
 class Norm:
     def forward(_, x):
-# a comment
-        return F.batch_norm(x, None, None, training=True)
+        import torch.nn.functional as functional
+        return functional.batch_norm(x, None, None, training=True)
 """
 
 
@@ -79,17 +79,14 @@ def test_a_class_that_normalises_by_no_batch(function: Function) -> None:
     assert not calls_batch_norm(class_with(forward=function))
 
 
-# Deep nesting is a RecursionError and a MemoryError of Python 3.11.
-TOO_DEEP = [NORM.replace("(x,", f"({'not ' * depth}x,") for depth in (3000, 9000)]
+def test_a_class_without_source_is_named() -> None:
+    exec(NORM, namespace := {"__name__": "program"})
+    assert calls_batch_norm(namespace["Norm"])
 
 
-@pytest.mark.parametrize("source", [NORM, "", "\n\n    def forward() return", "\n\n    def forward(", *TOO_DEEP])
-def test_a_class_whose_source_cannot_be_read_is_not_named(source: str, tmp_path: Path) -> None:
-    """As where a file was changed after its import; an error says so in one of several ways."""
-    (tmp_path / "norm.py").write_text(source)
-    exec(compile(NORM, tmp_path / "norm.py", "exec"), namespace := {"F": F})
-    named = calls_batch_norm(namespace["Norm"])
-    assert source in TOO_DEEP or named == (source == NORM)  # later Pythons parse deeply nested source
+def test_a_method_that_wraps_no_function_is_not_named() -> None:
+    """Its code is unknown."""
+    assert not calls_batch_norm(class_with(helper=staticmethod(functools.partial(MAX_NAMED[0], None))))
 
 
 def test_a_function_that_wraps_itself_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,18 @@
-"""Segmentation with one image a rank over several seeds: ../segmentation.py is one of them.
+"""Train segmentation.py from several seeds, with one image per rank.
 
     one process         the whole batch on one process, nn.BatchNorm2d
     syncbn              synchronised batch norm; each rank has its slice of the batch
     local               nn.BatchNorm2d: every rank normalises its slice alone
-    local, recomputed   the same model with statistics that are recomputed from training scenes of all ranks
+    local, recomputed   the same model with statistics that are recomputed on training scenes of all ranks
 
-Two claims are measured apart. W ranks equal one process: the distance between loss curves, at every seed. It matters
-where a rank has one image: mean IoU, at every seed.
+Two claims are measured separately for every seed. W ranks equal one process: the distance between the loss curves.
+Synchronisation matters if a rank has one image: the mean IoU.
 
     torchrun --standalone --nproc-per-node 2 examples/evidence/segmentation_seeds.py --output examples/evidence
     torchrun --standalone --nproc-per-node 2 examples/evidence/segmentation_seeds.py --seeds 2 --steps 20 --width 4
 
-Writes segmentation_seeds.json, whose table README.md and `scripts/demo.sh` show, segmentation_seeds.png, and
-segmentation_scenes.png, the first test scenes of seed 0. The first command takes 90 seconds a seed on two idle cores.
+Writes segmentation_seeds.json, the table that `scripts/demo.sh` prints, segmentation_seeds.png, and
+segmentation_scenes.png, the first test scenes of seed 0. A seed takes 90 seconds on two idle cores.
 """
 
 import argparse
@@ -23,14 +23,15 @@ import common  # noqa: F401  makes the modules of examples/ importable
 import torch
 from launch import positive, rank, run_on_ranks, write
 from plots import LOOKS, mean_and_spread
-from segmentation import OVER_SEEDS, draw_predictions, new_parser, print_over_seeds, result, train
+from segmentation import OVER_SEEDS, draw_predictions, new_parser, print_over_seeds, train
+from trainer import distance
 
 parser = new_parser(__doc__, "segmentation_seeds")
 parser.add_argument("--seeds", type=positive, default=6, help="0, 1, ...: of weights and scenes")
 
 
 def draw_claims(figure: Any, ways: dict[str, list[dict[str, float]]]) -> None:
-    """Each seed's mean IoU, and each seed's distance of the loss curve from one process's."""
+    """Draw the mean IoU of each seed, and the distance of its loss curve from that of one process."""
     figure.set_size_inches(9.5, 4.4)
     scores, distances = figure.subplots(1, 2)
     percents = {way: [100 * seed["mean_iou"] for seed in seeds] for way, seeds in ways.items()}
@@ -39,8 +40,8 @@ def draw_claims(figure: Any, ways: dict[str, list[dict[str, float]]]) -> None:
         scores.plot(seed, ".-", color="#999999", linewidth=0.7, markersize=5)
     for place, (way, values) in enumerate(percents.items()):
         mean, spread = mean_and_spread(values)
-        colour, marker = LOOKS[way]
-        scores.errorbar(place, mean, spread, color=colour, marker=marker, markersize=8, capsize=4, zorder=3)
+        color, marker = LOOKS[way]
+        scores.errorbar(place, mean, spread, color=color, marker=marker, markersize=8, capsize=4, zorder=3)
     scores.set_xticks(range(len(percents)), [way.replace(", ", ",\n") for way in percents])
     for label, way in zip(scores.get_xticklabels(), percents, strict=True):
         label.set_color(LOOKS[way][0])
@@ -49,10 +50,10 @@ def draw_claims(figure: Any, ways: dict[str, list[dict[str, float]]]) -> None:
     seeds = range(len(ways["syncbn"]))
     scores.set_xlabel(f"mark and bar: mean ± standard deviation; grey: each of {len(seeds)} seeds")
     for way in "local", "syncbn":
-        colour, marker = LOOKS[way]
+        color, marker = LOOKS[way]
         values = [seed["largest distance"] for seed in ways[way]]
-        distances.semilogy(seeds, values, marker, color=colour, markersize=7)
-        distances.annotate(way, (seeds[-1], values[-1]), (10, -3), textcoords="offset points", color=colour)
+        distances.semilogy(seeds, values, marker, color=color, markersize=7)
+        distances.annotate(way, (seeds[-1], values[-1]), (10, -3), textcoords="offset points", color=color)
     distances.set_xticks(seeds)
     distances.set(title="Do 2 ranks equal one process?", xlabel="seed", xlim=(-0.5, len(seeds) + 0.8), ylim=(1e-16, 10))
     distances.set_ylabel("largest difference of the training loss")
@@ -63,7 +64,9 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     for seed in range(arguments.seeds):
         trainers, images, labels = train(arguments, seed, device)
         for trainer in trainers:
-            ways.setdefault(trainer.name, []).append(result(trainer, trainers[0]))
+            result = {"final loss": trainer.final_loss(), "largest distance": distance(trainer, trainers[0])}
+            result |= {name: value for name, value in trainer.tests.items() if name.startswith("mean")}
+            ways.setdefault(trainer.name, []).append(result)
         if seed == 0:
             scenes = functools.partial(draw_predictions, trainers=trainers, images=images, labels=labels)
     if rank() == 0:

@@ -1,11 +1,11 @@
-"""Time each function of the kernels on large tensors beside a copy: how much of the memory's speed does it reach?
+"""Time each function of the kernels on large tensors, as a share of the memory's speed.
 
     python scripts/bench.py kernels                                          a GPU if there is one, else a CPU thread
     python scripts/bench.py kernels --shapes 64x256x56x56 --dtypes float32
 
-A time is the median over the rounds. A kernel's rate is the bytes that it must read and write, divided by its time; 1
-is the rate of y.copy_(x) of the same tensors in the same run. On GPUs the L2 cache is emptied before each call, and
-scripts/gpu.sh has ATen's kernels beside these. Prints a table, and writes kernels.json to --output.
+A time is the median over the rounds. The rate of a kernel is the number of bytes that it must read and write, divided
+by its time; 1 is the rate of y.copy_(x) on the same tensors in the same run. On GPUs the L2 cache is overwritten before
+each call. Prints a table, and writes kernels.json to --output.
 """
 
 import argparse
@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.measuring import Case, cases, draw, in_turn, session, time_stages
+from benchmarks.measuring import Case, cases, draw, interleave, session, show, time_stages, write
 
+from syncbn import payload
 from syncbn.kernels import reference
-from syncbn.kernels.interface import TRAILER_ELEMENTS, BackwardConfig, ForwardConfig, Layout
+from syncbn.kernels.interface import BackwardConfig, ForwardConfig, ReluMask
+from syncbn.kernels.layout import Layout
 from syncbn.kernels.select import fast_path_back_end
 
-EPS = 1e-5
+FUNCTIONS = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs"  # the order of a training step
+Calls = dict[str, tuple[Callable[[], object], int]]  # name -> call, and tensors of x's size that it reads and writes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,30 +36,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("runs/kernels"), help="folder (default %(default)s)")
 
 
-def calls_of(back_end: Any, case: Case, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
-    """Name -> what to call, and how many tensors of the input's size it must read and write."""
+def kernel_calls(case: Case, device: torch.device, back_end: Any = None) -> Calls:
+    """Return the calls of the kernels' functions on random tensors. The back end is the one that layers use, unless
+    given."""
     x, z, dy = (tensor.detach() for tensor in draw(case, device))
     dtype = torch.promote_types(x.dtype, torch.float32)
-    weight, bias = (value(case.channels, dtype=dtype, device=device) for value in (torch.ones, torch.zeros))
-    of_statistics = {"dtype": torch.float64, "device": device}
-    sums = torch.ones(2 * case.channels + TRAILER_ELEMENTS, **of_statistics)
-    packed = torch.ones(3 * case.channels + 4, **of_statistics)
-    copy, of_both = torch.empty_like(x), (Layout.of(x, case.channel_dim), x.dtype, x.device)
-
-    calls: dict[str, tuple[Callable[[], object], int]] = {
-        "copy": (partial(copy.copy_, x), 2),
-        "x.sum()": (x.sum, 1),
-    }
-    for name, residual in (("", None), (" fused", z)):  # which stands for y, too, of which only the signs matter
+    weight, bias = (make(case.channels, dtype=dtype, device=device) for make in (torch.ones, torch.zeros))
+    sums = torch.ones(payload.num_elements(case.channels), dtype=torch.float64, device=device)
+    statistics = torch.ones(3 * case.channels + 4, dtype=torch.float64, device=device)
+    layout = Layout.of(x, case.channel_dim), x.dtype, x.device
+    back_end = back_end or fast_path_back_end(ForwardConfig(*layout)) or reference
+    calls: Calls = {}
+    for name, residual in (("", None), (" fused", z)):
         fused = residual is not None
-        saved = x, weight, packed, residual
-        forward = back_end.Forward(ForwardConfig(*of_both, EPS, fused, fused, dtype, dtype))
-        backward = back_end.Backward(
-            BackwardConfig(*of_both, False, fused, dtype, dtype, dtype, needs_x=True, needs_residual=fused)
-        )
+        saved = x, weight, statistics, residual  # The signs of y choose the relu's mask; here the residual stands in.
+        forward = back_end.Forward(ForwardConfig(*layout, 1e-5, fused, fused, dtype, dtype))
+        mask = ReluMask.FROM_Y if fused else ReluMask.NONE
+        options = {"needs_x": True, "needs_residual": fused}
+        backward = back_end.Backward(BackwardConfig(*layout, mask, dtype, dtype, dtype, **options))
+        outputs = partial(forward.forward_outputs, (x, weight, bias, residual), sums)
         if not fused:
             calls["forward_sums"] = partial(forward.forward_sums, x), 1
-        outputs = partial(forward.forward_outputs, (x, weight, bias, residual), sums)
         calls[f"forward_outputs{name}"] = outputs, 2 + fused
         calls[f"backward_sums{name}"] = partial(backward.backward_sums, dy, saved), 2 + fused
         calls[f"backward_outputs{name}"] = partial(backward.backward_outputs, dy, saved, sums), 3 + 2 * fused
@@ -64,31 +64,24 @@ def calls_of(back_end: Any, case: Case, device: torch.device) -> dict[str, tuple
 
 
 def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each call, and its share of the copy's rate."""
-    x = draw(case, device)[0]
-    kind = ForwardConfig(Layout.of(x, case.channel_dim), x.dtype, device)
-    calls = calls_of(fast_path_back_end(kind) or reference, case, device)
+    """Return the milliseconds of each call, and its share of the copy's rate."""
+    x = draw(case, device)[0].detach()
+    calls: Calls = {"copy": (partial(torch.empty_like(x).copy_, x), 2), "x.sum()": (x.sum, 1)}
+    calls |= kernel_calls(case, device)
     timers = {name: partial(time_stages, device, call) for name, (call, _) in calls.items()}
-    samples = in_turn(timers, rounds, warm_up=2)
-    times = {name: statistics.median(ms for (ms,) in values) for name, values in samples.items()}
+    ms = {name: statistics.median(map(sum, times)) for name, times in interleave(timers, rounds, warm_up=2).items()}
     return {
-        name: {"ms": times[name], "share of copy": tensors / 2 * times["copy"] / times[name]}
+        name: {"ms": ms[name], "share of the copy's rate": tensors / 2 * ms["copy"] / ms[name]}
         for name, (_, tensors) in calls.items()
     }
 
 
-def limit(kernels: dict[str, dict[str, float]]) -> float:
-    """The time of torch's own operations that read and write what a step does, by that of the step's functions."""
-    step = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs"
-    return (4 * kernels["x.sum()"]["ms"] + 2 * kernels["copy"]["ms"]) / sum(kernels[name]["ms"] for name in step)
-
-
 def run(arguments: argparse.Namespace) -> None:
-    with session() as here:
-        results = {}
+    results = {}
+    with session() as device:
         for case in cases(arguments.shapes, arguments.dtypes):
-            results[case.name] = kernels = run_case(case, here.device, arguments.rounds)
-            rows = [(name, f"{one['ms']:.3f}", f"{one['share of copy']:.2f}") for name, one in kernels.items()]
-            here.show(f"\n{case.name}", ("function", "ms", "share of the copy's rate"), rows)
-            here.print(f"4 x.sum() and 2 copies / the four functions: {limit(kernels):.2f}")
-            here.write(arguments.output / "kernels.json", kernels=results)
+            results[case.name] = rows = run_case(case, device, arguments.rounds)
+            show(case.name, rows)
+            limit = 4 * rows["x.sum()"]["ms"] + 2 * rows["copy"]["ms"]  # reads and writes the bytes of a step
+            print(f"4 x.sum() and 2 copies / the four functions: {limit / sum(rows[f]['ms'] for f in FUNCTIONS):.2f}")
+            write(arguments.output / "kernels.json", kernels=results)

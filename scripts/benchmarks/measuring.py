@@ -1,4 +1,4 @@
-"""What the benchmarks share: cases, a clock, rounds in which all calls take turns, and what is said of a run."""
+"""Shared by the benchmarks: shapes to measure, timers, interleaved rounds, and the conditions of a run."""
 
 import contextlib
 import itertools
@@ -20,17 +20,18 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
-L2_BYTES = 2**28  # more than any GPU's cache holds
-AHEAD_CYCLES = 2_000_000  # about a millisecond, in which Python gets ahead of the GPU: its own time is not measured
+L2_BYTES = 2**28  # The L2 cache of any GPU is smaller.
+AHEAD_CYCLES = 2_000_000  # The GPU sleeps for about 1 ms, so that Python's time is hidden.
 Name, Result = TypeVar("Name"), TypeVar("Result")
-Peer = Callable[[Tensor, Tensor], Tensor]  # (x, z) -> y
+Peer = Callable[[Tensor, Tensor], Tensor]  # (x, residual) -> y
+Rows = Mapping[str, Mapping[str, float]]  # row -> column -> value
 
 
 class Case(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
-    channels_last: bool  # in memory, or, with three dims, in the shape
-    fused: bool = False  # with residual and relu
+    channels_last: bool  # With three dims the shape is (N, L, C); otherwise this is the memory format.
+    fused: bool = False  # Add a residual and apply relu.
 
     @property
     def channel_dim(self) -> int:
@@ -47,134 +48,100 @@ class Case(NamedTuple):
 
 
 def cases(shapes: Iterable[str], dtypes: Sequence[str]) -> list[Case]:
-    """Each shape in each dtype; images in both memory formats, (N, L, C) with the channels at the end."""
-    layouts = {2: [False], 3: [True]}  # by the number of dims
-    return [
-        Case(shape, dtype, channels_last)
-        for shape in (tuple(map(int, text.split("x"))) for text in shapes)
-        for channels_last in layouts.get(len(shape), [False, True])
-        for dtype in dtypes
-    ]
+    """Return a case for each shape and dtype. Images get both memory formats; three dims mean (N, L, C)."""
+    sizes = [tuple(map(int, shape.split("x"))) for shape in shapes]
+    layouts = {2: [False], 3: [True]}  # number of dims -> values of channels_last
+    return [Case(s, dtype, last) for s in sizes for last in layouts.get(len(s), [False, True]) for dtype in dtypes]
 
 
 def draw(case: Case, device: torch.device) -> list[Tensor]:
-    """x, z and dy."""
+    """Return random x, residual and dy; x and residual require gradients."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d} if case.channels_last else {}
     memory_format = formats.get(len(case.shape), torch.contiguous_format)
-    values = (torch.randn(case.shape, device=device).to(getattr(torch, case.dtype)) for _ in range(3))
-    x, z, dy = (value.contiguous(memory_format=memory_format) for value in values)
-    return [x.requires_grad_(), z.requires_grad_(), dy]
+    tensors = (torch.randn(case.shape, device=device).to(getattr(torch, case.dtype)) for _ in range(3))
+    x, residual, dy = (tensor.contiguous(memory_format=memory_format) for tensor in tensors)
+    return [x.requires_grad_(), residual.requires_grad_(), dy]
 
 
 def time_stages(device: torch.device, *stages: Callable[..., Any]) -> list[float]:
-    """Milliseconds of each, on this thread of a CPU or the current stream of a GPU. A stage gets what the one before it
-    returned; all of that is freed afterwards."""
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    """Return the milliseconds of each stage, on this CPU thread or the GPU's current stream. Each stage after the first
+    gets the result of the stage before it."""
+    stream = torch.cuda.current_stream() if device.type == "cuda" else None
+    if stream:
         torch.cuda.synchronize(device)
     if dist.is_initialized():
         dist.barrier()
-    if on_gpu:
-        torch.empty(L2_BYTES, dtype=torch.uint8, device=device).zero_()  # leaves nothing of use in the cache
+    if stream:
+        torch.empty(L2_BYTES, dtype=torch.uint8, device=device).zero_()  # This overwrites the L2 cache.
         torch.cuda._sleep(AHEAD_CYCLES)
-    stream = torch.cuda.current_stream() if on_gpu else None
     clock = (lambda: stream.record_event(torch.cuda.Event(enable_timing=True))) if stream else time.perf_counter
     results: list[Any] = []
     times = [clock()]
     for stage in stages:
         results.append(stage(*results[-1:]))
         times.append(clock())
-    if on_gpu:
+    if stream:
         torch.cuda.synchronize()
-    pairs = itertools.pairwise(times)
-    return [start.elapsed_time(end) if on_gpu else 1e3 * (end - start) for start, end in pairs]
+    return [a.elapsed_time(b) if stream else 1e3 * (b - a) for a, b in itertools.pairwise(times)]
 
 
-def time_step(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> list[float]:
-    """Milliseconds of forward and backward, all gradients included."""
-    times = time_stages(x.device, partial(peer, x, z), lambda y: y.backward(dy))
-    x.grad = z.grad = None
+def time_step(peer: Peer, x: Tensor, residual: Tensor, dy: Tensor) -> list[float]:
+    """Return the milliseconds of forward, and of backward with all gradients."""
+    times = time_stages(x.device, partial(peer, x, residual), lambda y: y.backward(dy))
+    x.grad = residual.grad = None
     return times
 
 
-def in_turn(
+def interleave(
     calls: Mapping[Name, Callable[[], Result]], rounds: int, warm_up: int, repeats: int = 1
 ) -> dict[Name, list[Result]]:
-    """What each call returned in each round after `warm_up` others. A round makes every call `repeats` times and keeps
-    the last result: the first call after another's finds nothing of its own in the caches."""
+    """Return the results of each call. Each round makes every call `repeats` times and keeps the last result, because
+    the call before it has evicted the caches. The first `warm_up` rounds are dropped."""
     results: dict[Name, list[Result]] = {name: [] for name in calls}
-    for index in range(warm_up + rounds):
+    for _ in range(warm_up + rounds):
         for name, call in calls.items():
-            for _ in range(repeats):
-                result = call()
-            if index >= warm_up:
-                results[name].append(result)
-    return results
+            results[name].append([call() for _ in range(repeats)][-1])
+    return {name: values[warm_up:] for name, values in results.items()}
 
 
 def median_and_spread(values: Sequence[float] | Tensor) -> tuple[float, float]:
-    """The spread is half the distance between the quartiles."""
+    """Return the median, and half the distance between the quartiles."""
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     low, middle, high = torch.as_tensor(values, dtype=torch.float64).quantile(quartiles).tolist()
     return middle, (high - low) / 2
 
 
 def summarize(samples: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Medians of (forward, backward) in each round, and the spread of both."""
-    times = slowest_rank(samples)
-    forward, backward = times.median(0).values.tolist()
-    both, spread = median_and_spread(times.sum(1))
-    return {"forward": forward, "backward": backward, "both": both, "spread": spread}
-
-
-def slowest_rank(samples: Sequence[Sequence[float]]) -> Tensor:
-    """The maximum over the ranks."""
+    """Return medians over (forward, backward) milliseconds of the rounds, of the slowest rank in each."""
     times = torch.tensor(samples, dtype=torch.float64)
     if dist.is_initialized():
         times = times.to("cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times.cpu()
+    forward, backward = times.median(0).values.tolist()
+    both, spread = median_and_spread(times.sum(1).cpu())
+    return {"forward": forward, "backward": backward, "both": both, "+-": spread}
 
 
-class Session(NamedTuple):
-    """One run of a benchmark. Only the first rank prints and writes."""
-
-    device: torch.device
-    is_first: bool
-    print: Callable[..., None]
-    about: dict[str, object]
-
-    def show(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        numbers = (Column(name, justify="right") for name in columns[1:])
-        table = Table(columns[0], *numbers, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*row)
-        self.print(table)
-
-    def write(self, file: Path, **results: object) -> None:
-        """As JSON."""
-        if self.is_first:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"about": self.about, **results}, indent=1))
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
-@contextlib.contextmanager
-def session(threads: int = 1, on_cpu: bool = False) -> Iterator[Session]:
-    """On a GPU if there is one, else on `threads` of the CPU; under torchrun with a process group. Prints where and how
-    it measures."""
-    from syncbn.__main__ import info  # here, as guard.py imports the syncbn of another commit
+def show(title: str, rows: Rows) -> None:
+    """Print a table on the first rank, of values with four digits."""
+    columns = dict.fromkeys(itertools.chain(*rows.values()))
+    table = Table("", *(Column(name, justify="right") for name in columns), title=f"\n{title}", title_justify="left")
+    for name, values in rows.items():
+        table.add_row(name, *(f"{values[column]:.4g}" if column in values else "" for column in columns))
+    if is_first_rank():
+        Console(width=150, highlight=False).print(table)
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
-    torch.set_num_threads(threads)
-    device = torch.device("cpu")
-    if torch.cuda.is_available() and not on_cpu:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
+
+def conditions() -> dict[str, object]:
+    """Return when, where and how this process measures."""
+    from syncbn.__main__ import info  # guard.py imports the syncbn of another commit
+
     cpuinfo = Path("/proc/cpuinfo").read_text() if platform.system() == "Linux" else ""
-    about = {
+    return {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "command": " ".join(sys.argv),
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
@@ -182,12 +149,31 @@ def session(threads: int = 1, on_cpu: bool = False) -> Iterator[Session]:
         "cores": os.cpu_count(),
         **info(),
     }
-    console = Console(quiet=not is_first, width=150, highlight=False)
-    here = Session(device, is_first, console.print, about)
-    for key, value in about.items():
-        here.print(f"{key}: {value}")
+
+
+def write(file: Path, **results: object) -> None:
+    """Write results with their conditions as JSON, on the first rank."""
+    if is_first_rank():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"about": conditions(), **results}, indent=1))
+
+
+@contextlib.contextmanager
+def session(threads: int = 1, on_cpu: bool = False) -> Iterator[torch.device]:
+    """Yield the device to measure on: a GPU if there is one, else `threads` threads of the CPU. Under torchrun there is
+    a process group. Print the conditions."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler
+    torch.set_num_threads(threads)
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and not on_cpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if is_first_rank():
+        print(*(f"{key}: {value}" for key, value in conditions().items()), sep="\n")
     try:
-        yield here
+        yield device
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 2 scripts/bench.py steps
     python scripts/bench.py steps --models block --compiled                one process, under torch.compile
 
-The kinds are nn.BatchNorm (not synchronised), syncbn, and hand-written, what one writes without a library. In each
-round every kind takes its turn: two steps, of which the second is timed. A time is the median over the rounds of the
-slowest rank's. Prints a table, and writes steps.json to --output.
+The kinds nn.BatchNorm (not synchronised), syncbn, and hand-written (torch operations and an all_reduce) take turns. In
+each round a kind makes two steps, and the second is timed. A time is the median over the rounds of the
+slowest rank. Prints a table, and writes steps.json to --output.
 
     resnet          the ResNet-50 of examples/imagenet.py
     segmentation    the U-Net of examples/segmentation.py, wider, on 2 images a rank
@@ -14,14 +14,13 @@ slowest rank's. Prints a table, and writes steps.json to --output.
 
 import argparse
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from benchmarks.layers import HandWritten
-from benchmarks.measuring import in_turn, session, summarize, time_stages
+from benchmarks.measuring import interleave, session, show, summarize, time_stages, write
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,26 +31,23 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from imagenet import ResNet
 from segmentation import UNet
 
-# Name -> makes the model, and the shape of a rank's input.
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+
+def make_block() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+
+
+MODELS = {  # name -> function that makes the model, shape of a rank's input
     "resnet": (ResNet, (8, 3, 224, 224)),
     "segmentation": (partial(UNet, width=32), (2, 3, 128, 128)),
-    "block": (
-        lambda: nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
-        (32, 64, 56, 56),
-    ),
+    "block": (make_block, (32, 64, 56, 56)),
 }
 
 
 def write_by_hand(model: nn.Module) -> nn.Module:
-    """Make each batch norm a HandWritten one."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.__class__ = HandWritten
     return model
-
-
-KINDS = {"nn.BatchNorm": lambda model: model, "syncbn": syncbn.convert_syncbn_model, "hand-written": write_by_hand}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,31 +55,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", default=["resnet", "segmentation"], choices=MODELS, help="(default %(default)s)")
     add("--rounds", type=int, default=9, help="(default %(default)s)")
     add("--threads", type=int, default=1, help="per rank (default %(default)s)")
-    add("--scale", type=float, default=1.0, help="of the images' sides (default %(default)s)")
+    add("--scale", type=float, default=1.0, help="factor of the images' sides (default %(default)s)")
     add("--channels-last", action="store_true", help="memory format of images and weights")
     add("--compiled", action="store_true", help="under torch.compile")
-    add("--own-group", action="store_true", help="and syncbn with a group that is not DistributedDataParallel's")
+    add("--own-group", action="store_true", help="add syncbn with a process group of its own, apart from DDP's")
     add("--output", type=Path, default=Path("runs/steps"), help="folder (default %(default)s)")
 
 
 def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> list[float]:
-    """Milliseconds of forward, and of backward and the optimizer."""
-    return time_stages(
-        x.device,
-        lambda: model(x).square().mean(),
-        lambda loss: (optimizer.zero_grad(), loss.backward(), optimizer.step()),
-    )
+    """Return the milliseconds of forward, and of backward with the optimizer."""
+
+    def finish(loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return time_stages(x.device, lambda: model(x).square().mean(), finish)
 
 
-def samples_of(name: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, list[list[float]]]:
-    """Of each kind of batch norm in a model. The models end here: DistributedDataParallel must go before the group."""
+def sample(name: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """Return the times of all rounds with each kind of batch norm. The models die here, before the process group."""
     memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
     make, shape = MODELS[name]
     sides = [max(32, int(arguments.scale * side)) for side in shape[2:]]
     x = torch.randn(*shape[:2], *sides, device=device).to(memory_format=memory_format)
-    calls, kinds = {}, dict(KINDS)
+    kinds = {"nn.BatchNorm": nn.Module.train, "syncbn": syncbn.convert_syncbn_model, "hand-written": write_by_hand}
     if arguments.own_group:
         kinds["syncbn, own group"] = lambda model: syncbn.convert_syncbn_model(model, dist.new_group())
+    calls = {}
     for kind, convert in kinds.items():
         model = convert(make()).to(device, memory_format=memory_format)
         if arguments.compiled:
@@ -91,19 +90,16 @@ def samples_of(name: str, device: torch.device, arguments: argparse.Namespace) -
         if dist.is_initialized():
             model = DistributedDataParallel(model)
         calls[kind] = partial(time_step, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), x)
-    return in_turn(calls, arguments.rounds, warm_up=2, repeats=2)
+    return interleave(calls, arguments.rounds, warm_up=2, repeats=2)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    columns = ("batch norm", "forward ms", "backward ms", "both ms", "+-", "both / syncbn")
     results: dict[str, dict[str, dict[str, float]]] = {}
-    with session(arguments.threads) as here:
+    with session(arguments.threads) as device:
         for name in arguments.models:
-            samples = samples_of(name, here.device, arguments)
-            results[name] = times = {kind: summarize(of_kind) for kind, of_kind in samples.items()}
-            rows = [
-                (kind, *(f"{ms:.1f}" for ms in one.values()), f"{one['both'] / times['syncbn']['both']:.2f}")
-                for kind, one in times.items()
-            ]
-            here.show(f"\n{name}{', compiled' if arguments.compiled else ''}", columns, rows)
-            here.write(arguments.output / "steps.json", times=results)
+            samples = sample(name, device, arguments)
+            results[name] = rows = {kind: summarize(times) for kind, times in samples.items()}
+            for row in rows.values():
+                row["both / syncbn"] = row["both"] / rows["syncbn"]["both"]
+            show(f"{name}{', compiled' if arguments.compiled else ''}, ms", rows)
+            write(arguments.output / "steps.json", times=results)

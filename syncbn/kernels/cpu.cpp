@@ -61,7 +61,9 @@ constexpr int64_t ZEROS_BEHIND_ONES[2 * PADDING] = {-1, -1, -1, -1, -1, -1, -1, 
 constexpr int64_t WIDTH_OF_SUMS = SUMMED + PADDING;
 constexpr int64_t OWN_SCRATCH = 8192;  // doubles on the stack, used if the caller passes no scratch
 constexpr int64_t TIMES_N = 4;  // N_COPIES of statistics.py: n is stored four times
-constexpr uint64_t MIXER = 0x9E3779B97F4A7C15;  // the same value as in interface.py
+
+// Positions in the trailer that follows the 2 C sums of a payload, see payload.py. tests/test_payload.py compares them.
+enum Trailer : int64_t { NUM_VALUES, COUNT, IS_SIGNED, SIGNATURE, SQUARE };
 
 int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
 
@@ -137,14 +139,13 @@ struct Kind {
   int32_t masks_by_y, masks_by_x;
 };
 
-struct Sums {  // forward uses only x, sums, scratch and signature; forward_total is null for a single rank
+struct Sums {  // forward uses only x, sums, scratch, count and signature; in backward count is 0
   const void *dy, *x, *y;
   const double* statistics;
   double* sums;
   void *grad_weight, *grad_bias;
   double* scratch;
-  const double* forward_total;
-  int64_t signature;
+  int64_t count, signature;
 };
 struct ForwardOutputs {
   const void* x;
@@ -162,16 +163,11 @@ struct BackwardOutputs {
   void *grad_x, *grad_residual;
 };
 
-// Mix bits of the `count` sums of the forward's total into the signature: see signature_of_call in reference.py.
-int64_t signature_of_call(const Sums& call, int64_t count) {
-  if (!call.signature || !call.forward_total) return call.signature;
-  uint64_t mixed = 0, top = uint64_t(1) << (63 - __builtin_clzll(call.signature));
-  for (int64_t i = 0; i < count; ++i) {
-    uint64_t bits;
-    std::memcpy(&bits, call.forward_total + i, sizeof(bits));
-    if (call.forward_total[i] == call.forward_total[i]) mixed += bits * (2 * i + 1);
-  }
-  return top | ((call.signature ^ (mixed * MIXER >> 40)) & (top - 1));
+// Write the trailer of a payload: see `sign` in payload.py. Without a signature only n differs from 0.
+void write_trailer(const Sums& call, int64_t channels, double num_values) {
+  double *trailer = call.sums + 2 * channels, s = double(call.signature);
+  trailer[NUM_VALUES] = num_values, trailer[COUNT] = s != 0 ? double(call.count) : 0;
+  trailer[IS_SIGNED] = s != 0, trailer[SIGNATURE] = s, trailer[SQUARE] = s * s;
 }
 
 // The loops for tensors of one dtype.
@@ -234,7 +230,7 @@ const Loops* const loops = best_loops();
 }  // namespace
 
 // The version of the functions' parameters; cpu.py refuses a library with another version.
-EXPORTED int syncbn_interface() noexcept { return 12; }
+EXPORTED int syncbn_interface() noexcept { return 13; }
 
 // Return the bytes of scratch that the sums need; 0 if OWN_SCRATCH is enough.
 EXPORTED int64_t syncbn_scratch(const Kind* kind) noexcept {
@@ -250,10 +246,10 @@ EXPORTED int syncbn_forward_sums(const Kind* kind, const Sums* call) noexcept {
 EXPORTED int syncbn_forward_outputs(const Kind* kind, const ForwardOutputs* call) noexcept {
   int64_t channels = kind->sizes.channels;
   const double *total = call->total, *trailer = total + 2 * channels;
-  std::fill_n(call->statistics + 3 * channels, TIMES_N, *trailer);
+  std::fill_n(call->statistics + 3 * channels, TIMES_N, trailer[NUM_VALUES]);
   if (Status status = loops[kind->dtype].normalize(*kind, *call); status != OK) return status;
   if (call->counter) ++*call->counter;
-  bool is_signed = trailer[1] != 0;
+  bool is_signed = trailer[IS_SIGNED] != 0;
   return is_signed && !std::all_of(total, trailer, [](double sum) { return std::isfinite(sum); }) ? NOT_FINITE : OK;
 }
 

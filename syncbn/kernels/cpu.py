@@ -14,24 +14,24 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from syncbn import payload
 from syncbn.kernels import interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Saved, StatusWords
-from syncbn.statistics import num_statistics
+from syncbn.kernels.interface import NO_BUFFERS, Buffers, GradientPair, Inputs, ReluMask, Saved, Status, Sums
+from syncbn.payload import UNSIGNED
 from syncbn.torch_internals import increment_version
 
 FILE = Path(__file__).with_name("_cpu.so")
 DTYPE_CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as in cpu.cpp
-INTERFACE_VERSION = 12  # version of the C functions' parameters, as in cpu.cpp; a library of another version is refused
+INTERFACE_VERSION = 13  # version of the C functions' parameters, as in cpu.cpp; a library of another version is refused
 NOT_FINITE = 2  # status: a total that carries signatures is not finite
 
 # The structs of cpu.cpp: q is an int64, i an int32, d a double, P an address.
 _pack_config = struct.Struct("3qd11i").pack
 _pack_forward_outputs = struct.Struct("10Pd").pack
-_pack_sums = struct.Struct("9Pq").pack
+_pack_sums = struct.Struct("8P2q").pack
 _pack_backward_outputs = struct.Struct("8P").pack
 # The last fields of struct Kind in cpu.cpp.
 DTYPES = "dtype", "weight_dtype", "bias_dtype", "mean_dtype", "var_dtype", "grad_weight_dtype", "grad_bias_dtype"
-FLAGS = "relu", "averages", "masks_by_y", "masks_by_x"
 
 FUNCTIONS = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs", "scratch"
 _library = SimpleNamespace()  # the C functions with these names, set by load()
@@ -71,8 +71,9 @@ def _reason_missing() -> str:
 def _c_struct(config: interface.ForwardConfig | interface.BackwardConfig) -> bytes:
     """Return the config as struct Kind of cpu.cpp. Fields that only the other pass has get defaults."""
     dtypes = [DTYPE_CODES[getattr(config, name, None)] for name in DTYPES]
-    flags = [getattr(config, name, False) for name in FLAGS]
-    return _pack_config(*config.layout.sizes, getattr(config, "eps", 0.0), *dtypes, *flags)
+    flags = [getattr(config, name, False) for name in ("relu", "averages")]
+    masks = [config.relu_mask is mask for mask in (ReluMask.FROM_Y, ReluMask.FROM_X)]
+    return _pack_config(*config.layout.sizes, getattr(config, "eps", 0.0), *dtypes, *flags, *masks)
 
 
 class Forward(interface.ForwardKernels):
@@ -81,15 +82,15 @@ class Forward(interface.ForwardKernels):
     def __init__(self, config: interface.ForwardConfig) -> None:
         super().__init__(config)
         self.c_struct, num_channels = _c_struct(config), config.layout.sizes[1]
-        self.num_sums = 2 * num_channels + interface.TRAILER_ELEMENTS
-        self.num_statistics = num_statistics(num_channels, config.masks_by_x)
+        self.num_sums = payload.num_elements(num_channels)
+        self.num_statistics = interface.num_statistics(num_channels, config.relu_mask)
         self.scratch_bytes: int = _library.scratch(self.c_struct)
 
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, status_words: StatusWords | None = None) -> Tensor:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: Status = None) -> Tensor:
         sums = x.new_empty(self.num_sums, dtype=torch.float64)
         scratch = x.new_empty(self.scratch_bytes, dtype=torch.uint8) if self.scratch_bytes else None
         call = _pack_sums(
-            0, x.data_ptr(), 0, 0, sums.data_ptr(), 0, 0, 0 if scratch is None else scratch.data_ptr(), 0, signature
+            0, x.data_ptr(), 0, 0, sums.data_ptr(), 0, 0, 0 if scratch is None else scratch.data_ptr(), count, signature
         )
         if status := _library.forward_sums(self.c_struct, call):
             _raise_for_status(status)
@@ -97,7 +98,7 @@ class Forward(interface.ForwardKernels):
 
     def forward_outputs(
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0,
-        status_words: StatusWords | None = None,
+        status_words: Status = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), (running_mean, running_var, counter) = inputs, buffers
         y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)
@@ -125,12 +126,10 @@ class Backward(interface.BackwardKernels):
     def __init__(self, config: interface.BackwardConfig) -> None:
         super().__init__(config)
         self.c_struct, self.num_channels = _c_struct(config), config.layout.sizes[1]
-        self.num_sums = 2 * self.num_channels + interface.TRAILER_ELEMENTS
+        self.num_sums = payload.num_elements(self.num_channels)
         self.scratch_bytes: int = _library.scratch(self.c_struct)
 
-    def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def backward_sums(self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None) -> Sums:
         (x, _, statistics, y), config, num_channels = saved, self.config, self.num_channels
         sums = statistics.new_empty(self.num_sums)
         weight_dtype, bias_dtype = config.grad_weight_dtype, config.grad_bias_dtype
@@ -140,16 +139,13 @@ class Backward(interface.BackwardKernels):
         call = _pack_sums(
             dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), statistics.data_ptr(), sums.data_ptr(),
             0 if grad_weight is None else grad_weight.data_ptr(), 0 if grad_bias is None else grad_bias.data_ptr(),
-            0 if scratch is None else scratch.data_ptr(), 0 if forward_total is None else forward_total.data_ptr(),
-            signature,
+            0 if scratch is None else scratch.data_ptr(), 0, signature,
         )  # fmt: skip
         if status := _library.backward_sums(self.c_struct, call):
             _raise_for_status(status)
         return sums, grad_weight, grad_bias
 
-    def backward_outputs(
-        self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
-    ) -> GradientPair:
+    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, status_words: Status = None) -> GradientPair:
         (x, weight, statistics, y), config = saved, self.config
         grad_x = torch.empty_like(x) if config.needs_x or config.needs_residual else None
         grad_residual = torch.empty_like(x) if config.needs_residual else None

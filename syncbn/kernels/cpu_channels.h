@@ -60,7 +60,7 @@ template <typename T>
 void coefficients_of(const Kind& kind, const ForwardOutputs& call, int64_t first, int64_t count, bool writes,
                      Coefficients<T, 3>& to) {
   int64_t channels = kind.sizes.channels;
-  double num_values = call.total[2 * channels], eps = kind.eps;
+  double num_values = call.total[2 * channels + NUM_VALUES], eps = kind.eps;
   const double *sums = call.total + first, *squares = sums + channels;
   double *all_mean = call.statistics + first, *all_var = all_mean + channels, *all_invstd = all_var + channels;
   double* of_relu = kind.masks_by_x ? all_invstd + channels + TIMES_N : nullptr;

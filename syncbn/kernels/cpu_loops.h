@@ -165,9 +165,7 @@ Status sum_all(const Kind& kind, const Sums& call, bool backward, const Term& te
 
 template <typename T> Status sum(const Kind& kind, const Sums& call, bool backward, double* scratch) {
   const Sizes& sizes = kind.sizes;
-  double *trailer = call.sums + 2 * sizes.channels, s = double(signature_of_call(call, 2 * sizes.channels));
-  trailer[0] = backward ? 0 : double(sizes.outer * sizes.inner);
-  trailer[1] = s != 0, trailer[2] = s, trailer[3] = s * s;
+  write_trailer(call, sizes.channels, backward ? 0 : double(sizes.outer * sizes.inner));
   auto sum_of = [&](auto term) {
     term.dy = (const T*)call.dy, term.x = (const T*)call.x, term.y = (const T*)call.y;
     return sum_all<T>(kind, call, backward, term, scratch);

@@ -2,7 +2,10 @@
 
 gpu_tiles.py contains the kernels that process whole tensors, gpu_channels.py those that compute per-channel values and
 check totals. A pass takes three launches, or four with an all_reduce (three in a forward with one partial sum per
-channel); with momentum=None torch also copies the counter. The host never waits for the GPU.
+channel); with momentum=None torch also copies the counter. The host never waits for the GPU. Triton compiles kernels
+for dtypes and layouts, not for each size: a ResNet-50 in bfloat16 compiles 6 kernels in channels last and 10 in
+contiguous layout, and 2 more with a group. scripts/gpu_static.py reads their machine code: no kernel spills, and no
+kernel that writes outputs uses float64.
 """
 
 import ctypes
@@ -16,9 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from syncbn import payload
 from syncbn.kernels import gpu_channels, gpu_tiles, interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Layout, Saved, StatusWords
-from syncbn.statistics import compute_dtype, num_statistics
+from syncbn.kernels.interface import NO_BUFFERS, Buffers, GradientPair, Inputs, Saved, Status, Sums
+from syncbn.kernels.layout import Layout
+from syncbn.payload import UNSIGNED
+from syncbn.statistics import compute_dtype
 from syncbn.torch_internals import increment_version
 
 # Values that a thread loads at once. With 8 values of 16 bits the sums of a thread would not fit in its registers.
@@ -33,7 +39,7 @@ MAX_PARTS = 512
 ELEMENTWISE_PROGRAMS = 8192  # maximum number of programs
 MULTIPROCESSORS = 132  # assumed without a GPU
 DOUBLE = torch.float64  # dtype of sums and statistics
-NO_STATUS = StatusWords(0, 0, 0)
+NO_STATUS = interface.StatusWords(0, 0, 0)
 
 Dtypes: TypeAlias = tuple[torch.dtype | None, ...]
 # The launcher of a compiled kernel; a function that returns the current stream of a device; the launcher's arguments
@@ -168,25 +174,27 @@ class Forward(interface.ForwardKernels):
         counter = torch.int64 if config.has_counter else None
         buffer_dtypes = config.mean_dtype, config.var_dtype, counter, counter if config.averages else None
         dtypes: Dtypes = DOUBLE, config.weight_dtype, config.bias_dtype, *buffer_dtypes, DOUBLE, self.compute_dtype
-        scalars = self.num_parts if config.single_rank else 1, int(config.masks_by_x), float(config.eps)
+        masks_by_x = config.relu_mask is interface.ReluMask.FROM_X
+        scalars = self.num_parts if config.single_rank else 1, int(masks_by_x), float(config.eps)
         self.forward_channels = launch(gpu_channels.forward_channels, dtypes, *scalars)
         dtypes = dtype, dtype if config.has_residual else None, dtype, self.compute_dtype
         self.normalize = launches.tile_launch(gpu_tiles.normalize, dtypes, config.relu)
-        self.num_statistics = num_statistics(self.channels, config.masks_by_x)
+        self.num_statistics = interface.num_statistics(self.channels, config.relu_mask)
 
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, status_words: StatusWords | None = None) -> Tensor:
-        partials = x.new_empty(2 * self.channels * self.num_parts + interface.TRAILER_ELEMENTS, dtype=DOUBLE)
-        host_words, _, sequence_number = status_words or NO_STATUS
-        self.partial_sums(x.data_ptr(), 0, 0, 0, partials.data_ptr(), varying=(signature, host_words, sequence_number))
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: Status = None) -> Tensor:
+        partials = x.new_empty(payload.num_elements(self.channels * self.num_parts), dtype=DOUBLE)
+        host_words, _, sequence_number, _ = status_words or NO_STATUS
+        varying = signature, count, host_words, sequence_number
+        self.partial_sums(x.data_ptr(), 0, 0, 0, partials.data_ptr(), varying=varying)
         if self.config.single_rank or self.num_parts == 1:
             return partials
-        sums = partials.new_empty(2 * self.channels + interface.TRAILER_ELEMENTS)
-        self.add_partials(partials.data_ptr(), sums.data_ptr(), varying=(signature,))
+        sums = partials.new_empty(payload.num_elements(self.channels))
+        self.add_partials(partials.data_ptr(), sums.data_ptr(), varying=(signature, count))
         return sums
 
     def forward_outputs(
         self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0,
-        status_words: StatusWords | None = None,
+        status_words: Status = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), (running_mean, running_var, counter) = inputs, buffers
         # These allocations may fail, so they come before the buffers change.
@@ -210,9 +218,10 @@ class Backward(interface.BackwardKernels):
         super().__init__(config)
         self.channels, launches = config.layout.sizes[1], _Launches(config.layout, config.dtype, config.device)
         self.compute_dtype = compute_dtype(config.dtype)  # dtype of the coefficients
-        dtype, y, masks_by_x = config.dtype, config.dtype if config.masks_by_y else None, int(config.masks_by_x)
+        dtype, masks_by_x = config.dtype, int(config.relu_mask is interface.ReluMask.FROM_X)
+        y = dtype if config.relu_mask is interface.ReluMask.FROM_Y else None
         sum_dtypes = dtype, dtype, y, DOUBLE, DOUBLE
-        self.partial_sums = launches.tile_launch(gpu_tiles.partial_sums, sum_dtypes, config.masks_by_x)
+        self.partial_sums = launches.tile_launch(gpu_tiles.partial_sums, sum_dtypes, bool(masks_by_x))
         self.num_parts = num_parts = self.partial_sums.grid[1]
         launch, kernels, constants = launches.channel_launch, gpu_channels, (launches.tiles.compute,)
         grads = config.grad_weight_dtype, config.grad_bias_dtype
@@ -224,11 +233,9 @@ class Backward(interface.BackwardKernels):
         single_rank = kernels.backward_channels_single_rank
         self.backward_channels_single_rank = launch(single_rank, dtypes, num_parts, masks_by_x, constants=constants)
         dtypes = dtype, dtype, y, dtype, dtype if config.needs_residual else None, self.compute_dtype
-        self.input_gradient = launches.tile_launch(gpu_tiles.input_gradient, dtypes, config.masks_by_x)
+        self.input_gradient = launches.tile_launch(gpu_tiles.input_gradient, dtypes, bool(masks_by_x))
 
-    def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def backward_sums(self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None) -> Sums:
         (x, weight, statistics, y), config = saved, self.config
         weight_dtype, bias_dtype = config.grad_weight_dtype, config.grad_bias_dtype
         grad_weight = None if weight_dtype is None else x.new_empty(self.channels, dtype=weight_dtype)
@@ -236,20 +243,18 @@ class Backward(interface.BackwardKernels):
         partials = statistics.new_empty(2 * self.channels * self.num_parts)
         partials_address, statistics_address = partials.data_ptr(), statistics.data_ptr()
         addresses = x.data_ptr(), dy.data_ptr(), _address(y), statistics_address, partials_address
-        self.partial_sums(*addresses, varying=(UNSIGNED, 0, 0))
+        self.partial_sums(*addresses, varying=(UNSIGNED, 0, 0, 0))
         grads = statistics_address, _address(grad_weight), _address(grad_bias)
         if config.single_rank:
             sums = statistics.new_empty(6 * self.channels, dtype=self.compute_dtype)
             self.backward_channels_single_rank(partials_address, *grads, _address(weight), sums.data_ptr())
         else:
-            sums = statistics.new_empty(2 * self.channels + interface.TRAILER_ELEMENTS)
-            varying = signature, _address(forward_total)
+            sums = statistics.new_empty(payload.num_elements(self.channels))
+            varying = signature, _address(call_id)
             self.gradient_sums(partials_address, sums.data_ptr(), *grads, varying=varying)
         return sums, grad_weight, grad_bias
 
-    def backward_outputs(
-        self, dy: Tensor, saved: Saved, total: Tensor, status_words: StatusWords | None = None
-    ) -> GradientPair:
+    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, status_words: Status = None) -> GradientPair:
         (x, weight, statistics, y), config = saved, self.config
         if not (config.needs_x or config.needs_residual):
             if status_words is not None:
@@ -266,14 +271,16 @@ class Backward(interface.BackwardKernels):
         return grad_x if config.needs_x else None, grad_residual
 
 
-def check_total(total: Tensor, needs_two_values: bool, status_words: StatusWords, sums: Tensor | None = None) -> None:
+def check_total(
+    total: Tensor, needs_two_values: bool, status_words: interface.StatusWords, sums: Tensor | None = None
+) -> None:
     """Check a total that no other kernel checks, and with `sums`, whether the sums of this rank are finite.
 
     The results are stored in the status words. After a fault, n is set to 0 in `total`. `needs_two_values`: n = 1 is a
-    fault. `total` and `sums` end in a trailer.
+    fault. `total` and `sums` are payloads.
     """
-    num_sums = total.numel() - interface.TRAILER_ELEMENTS
-    addresses = total.data_ptr() + 8 * num_sums, (total if sums is None else sums).data_ptr()
+    num_sums = payload.sums(total).numel()
+    addresses = total.data_ptr() + payload.BYTES_PER_ELEMENT * num_sums, (total if sums is None else sums).data_ptr()
     varying = *status_words, int(needs_two_values), 0 if sums is None else num_sums
     _check_launch(total.device)(*addresses, varying=varying)
 

@@ -18,20 +18,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from syncbn import payload
 from syncbn.kernels import interface
 from syncbn.statistics import N_COPIES
 
 # Kernels can read values of other modules only as tl.constexpr.
-N_COPIES, MIXER = tl.constexpr(N_COPIES), tl.constexpr(interface.MIXER)
+N_COPIES = tl.constexpr(N_COPIES)
+NUM_VALUES, COUNT, IS_SIGNED = map(tl.constexpr, (payload.NUM_VALUES, payload.COUNT, payload.IS_SIGNED))
+SIGNATURE, SQUARE, NUM_IDS = map(tl.constexpr, (payload.SIGNATURE, payload.SQUARE, payload.NUM_IDS))
 ENDED, FAULT, LOCAL_NOT_FINITE = map(tl.constexpr, (interface.ENDED, interface.FAULT, interface.LOCAL_NOT_FINITE))
 FAULT_KINDS = interface.RANKS_DIFFER, interface.BAD_ARGUMENT, interface.ONE_VALUE
 RANKS_DIFFER, BAD_ARGUMENT, ONE_VALUE = map(tl.constexpr, FAULT_KINDS)
 
 CHANNELS_PER_PROGRAM = tl.constexpr(8)
 PARTS_PER_STEP = tl.constexpr(128)  # parts that a program loads at once
-MIXED_PER_STEP = tl.constexpr(1024)  # sums that _signature_of_call loads at once
 SUMS_PER_STEP = tl.constexpr(256)  # sums that check_total loads at once
-STATUS_WORDS = ["host_words", "device_word", "sequence_number"]  # the fields of StatusWords; all 0 if there are none
+STATUS_WORDS = [
+    "host_words",
+    "device_word",
+    "sequence_number",
+    "call_id",
+]  # the fields of StatusWords; all 0 if there are none
 # Without these lists Triton would compile a kernel again for other values of the scalars, and for tensors at addresses
 # that are not multiples of 16.
 SIZES = ["num_parts", "num_sums", "channels", "masks_by_x", "needs_two_values", *STATUS_WORDS]
@@ -42,19 +49,26 @@ TENSORS = [
 
 
 @triton.jit
-def store_trailer(trailer, num_values, signature):
-    """Store n, 1, s and s^2. If the signature s is 0, store n and zeros."""
+def store_trailer(trailer, num_values, count, signature):
+    """Store the trailer of a payload: see `sign` in payload.py. If the signature s is 0, store n and zeros."""
     s = tl.cast(signature, tl.float64)  # Triton's interpreter passes an int32.
-    tl.store(trailer, num_values)
-    tl.store(trailer + 1, tl.where(s != 0, 1.0, 0.0).to(tl.float64))
-    tl.store(trailer + 2, s)
-    tl.store(trailer + 3, s * s)
+    tl.store(trailer + NUM_VALUES, num_values)
+    tl.store(trailer + COUNT, tl.where(s != 0, tl.cast(count, tl.float64), 0.0))
+    tl.store(trailer + IS_SIGNED, tl.where(s != 0, 1.0, 0.0).to(tl.float64))
+    tl.store(trailer + SIGNATURE, s)
+    tl.store(trailer + SQUARE, s * s)
 
 
 @triton.jit
 def int64_pointer(address):
     """Return a pointer to int64 words at this address. Triton's interpreter passes an address of 0 as an int32."""
     return tl.cast(tl.cast(address, tl.int64), tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def float64_pointer(address):
+    """Return a pointer to float64 values at this address, see `int64_pointer`."""
+    return tl.cast(tl.cast(address, tl.int64), tl.pointer_type(tl.float64))
 
 
 @triton.jit
@@ -71,13 +85,14 @@ def record_not_finite(first, second, host_words, sequence_number):
 
 
 @triton.jit
-def check_trailer(trailer, needs_two_values, host_words, device_word, sequence_number):
+def check_trailer(trailer, needs_two_values, host_words, device_word, sequence_number, call_id):
     """Return whether this total or an earlier total has a fault, or False without status words.
 
-    The first program stores the first fault in FAULT, and the sequence number in ENDED.
+    The first program stores the first fault in FAULT, the sequence number in ENDED, and the id of the call at the
+    address `call_id` unless it is 0.
     """
-    num_values, num_signed = tl.load(trailer), tl.load(trailer + 1)
-    signature_sum, square_sum = tl.load(trailer + 2), tl.load(trailer + 3)
+    num_values, num_signed = tl.load(trailer + NUM_VALUES), tl.load(trailer + IS_SIGNED)
+    signature_sum, square_sum = tl.load(trailer + SIGNATURE), tl.load(trailer + SQUARE)
     fault_kind = tl.where(tl.where(needs_two_values != 0, num_values, 0.0) == 1.0, ONE_VALUE, 0)
     fault_kind = tl.where(num_values != num_values, BAD_ARGUMENT, fault_kind)
     fault_kind = tl.where(num_signed * square_sum != signature_sum * signature_sum, RANKS_DIFFER, fault_kind)
@@ -90,19 +105,23 @@ def check_trailer(trailer, needs_two_values, host_words, device_word, sequence_n
             tl.store(int64_pointer(host_words) + FAULT, fault)
         if sequence_number > 0:
             tl.store(int64_pointer(host_words) + ENDED, sequence_number)
+        if call_id != 0:
+            mean_count = tl.load(trailer + COUNT) / tl.maximum(num_signed, 1.0)
+            tl.store(float64_pointer(call_id), (mean_count.to(tl.int64) & (NUM_IDS - 1)).to(tl.float64))
     return tl.where(earlier_fault == 0, fault_kind, 1) != 0
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def check_total(
-    trailer, sums, host_words: tl.int64, device_word: tl.int64, sequence_number: tl.int64, needs_two_values, num_sums
-):
+    trailer, sums, host_words: tl.int64, device_word: tl.int64, sequence_number: tl.int64, call_id: tl.int64,
+    needs_two_values, num_sums,
+):  # fmt: skip
     """Check a total that only torch operations read, and whether the `num_sums` sums of this rank are finite.
 
     After a fault, n in the trailer is set to 0, so that the torch operations do not update the running statistics.
     """
-    if check_trailer(trailer, needs_two_values, host_words, device_word, sequence_number):
-        tl.store(trailer, 0.0)
+    if check_trailer(trailer, needs_two_values, host_words, device_word, sequence_number, call_id):
+        tl.store(trailer + NUM_VALUES, 0.0)
     for start in range(0, num_sums, SUMS_PER_STEP):
         index = start + tl.arange(0, SUMS_PER_STEP)
         values = tl.load(sums + index, mask=index < num_sums, other=0.0)
@@ -171,20 +190,20 @@ def _store_center(coefficients, mean, channel, exists):
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
-def add_partials(partials, sums, signature: tl.float64, channels, num_parts):
-    """Store the forward payload: the sums over all parts, n and the signature."""
+def add_partials(partials, sums, signature: tl.float64, count: tl.float64, channels, num_parts):
+    """Store the forward payload: the sums over all parts, and the trailer."""
     first, second = _add_partials(partials, num_parts, channels)
-    num_values = tl.load(partials + 2 * tl.cast(num_parts, tl.int64) * channels)
+    num_values = tl.load(partials + 2 * tl.cast(num_parts, tl.int64) * channels + NUM_VALUES)
     _store_sums(sums, first, second, channels)
     if tl.program_id(0) == 0:
-        store_trailer(sums + 2 * channels, num_values, signature)
+        store_trailer(sums + 2 * channels, num_values, count, signature)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def forward_channels(
     partials, weight, bias, running_mean, running_var, counter, counter_before, statistics, coefficients,
-    momentum: tl.float64, host_words: tl.int64, device_word: tl.int64, sequence_number: tl.int64, channels, num_parts,
-    masks_by_x, eps: tl.float64,
+    momentum: tl.float64, host_words: tl.int64, device_word: tl.int64, sequence_number: tl.int64, call_id: tl.int64,
+    channels, num_parts, masks_by_x, eps: tl.float64,
 ):  # fmt: skip
     """Store the statistics and the coefficients of y, and update the running statistics and the counter.
 
@@ -195,7 +214,7 @@ def forward_channels(
     channel, exists = _program_channels(channels)
     first, second = _add_partials(partials, num_parts, channels)
     trailer = partials + 2 * tl.cast(num_parts, tl.int64) * channels
-    num_values = tl.load(trailer)
+    num_values = tl.load(trailer + NUM_VALUES)
     is_first = tl.program_id(0) == 0
     divisor = tl.maximum(num_values, 1.0)
     mean = first / divisor
@@ -206,7 +225,7 @@ def forward_channels(
     tl.store(statistics + channels + channel, var, mask=exists)
     tl.store(statistics + 2 * channels + channel, invstd, mask=exists)
     tl.store(statistics + 3 * channels + tl.arange(0, N_COPIES), num_values, mask=is_first)
-    has_fault = check_trailer(trailer, 1, host_words, device_word, sequence_number)
+    has_fault = check_trailer(trailer, 1, host_words, device_word, sequence_number, call_id)
     if counter is not None:
         tl.store(counter, tl.load(counter) + 1, mask=tl.where(has_fault, False, is_first))
     rest = _store_center(coefficients, mean, channel, exists)
@@ -262,44 +281,29 @@ def _store_coefficients(sum_dy, sum_dy_xmu, statistics, weight, coefficients, ch
         _store_rounded(coefficients, (index + 1) * channels + channel, value, stores_relu)
 
 
-@triton.jit
-def _signature_of_call(signature, forward_total, channels):
-    """See signature_of_call in reference.py. Return the signature unchanged if the address `forward_total` is 0."""
-    s = tl.cast(signature, tl.float64)  # Triton's interpreter passes an int32.
-    mixed = tl.zeros((MIXED_PER_STEP,), tl.int64)
-    for start in range(0, 2 * channels, MIXED_PER_STEP):
-        index = tl.cast(start + tl.arange(0, MIXED_PER_STEP), tl.int64)
-        exists = tl.where(forward_total != 0, index < 2 * channels, False)
-        bits = tl.load(int64_pointer(forward_total) + index, mask=exists, other=0)
-        value = bits.to(tl.float64, bitcast=True)
-        mixed += tl.where(value == value, bits, 0) * (2 * index + 1)
-    exponent_bits = s.to(tl.int64, bitcast=True) & -(2**52)  # clears the fraction of the float64
-    highest = exponent_bits.to(tl.float64, bitcast=True).to(tl.int64)
-    call_signature = ((tl.sum(mixed, 0) * MIXER >> 40) ^ s.to(tl.int64)) & (highest - 1) | highest
-    return tl.where(tl.where(forward_total != 0, s, 0.0) != 0, call_signature.to(tl.float64), s)
-
-
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def gradient_sums(
-    partials, sums, statistics, grad_weight, grad_bias, signature: tl.float64, forward_total: tl.int64, channels,
-    num_parts, COMPUTE: tl.constexpr,
+    partials, sums, statistics, grad_weight, grad_bias, signature: tl.float64, call_id: tl.int64, channels, num_parts,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Store the backward payload, which is the sums over all parts, 0 and the signature; and the gradients of weight
-    and bias."""
+    """Store the backward payload, which is the sums over all parts and the trailer; and the gradients of weight and
+    bias. Unless the address `call_id` is 0, the id of the call is added to the signature."""
     first, second = _sums_and_gradients(partials, statistics, grad_weight, grad_bias, channels, num_parts, COMPUTE)
     _store_sums(sums, first, second, channels)
     if tl.program_id(0) == 0:
-        signature = _signature_of_call(signature, forward_total, channels)
-        store_trailer(sums + 2 * channels, tl.full([], 0.0, tl.float64), signature)
+        s, zero = tl.cast(signature, tl.float64), tl.full([], 0.0, tl.float64)
+        if call_id != 0:
+            s = tl.where(s != 0, s + tl.load(float64_pointer(call_id)), 0.0)
+        store_trailer(sums + 2 * channels, zero, zero, s)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def backward_channels(
     sums, statistics, weight, coefficients, host_words: tl.int64, device_word: tl.int64, sequence_number: tl.int64,
-    channels, masks_by_x,
+    call_id: tl.int64, channels, masks_by_x,
 ):  # fmt: skip
     """Check the total and store the coefficients of grad_x."""
-    check_trailer(sums + 2 * channels, 0, host_words, device_word, sequence_number)
+    check_trailer(sums + 2 * channels, 0, host_words, device_word, sequence_number, call_id)
     first, second = _add_partials(sums, 1, channels)
     _store_coefficients(first, second, statistics, weight, coefficients, channels, masks_by_x)
 

@@ -166,8 +166,9 @@ def _to_float64(sums, TILES: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def partial_sums(
-    x, dy, y, statistics, partials, signature: tl.float64, host_words: tl.int64, sequence_number: tl.int64, num_rows,
-    rows_per_program, channels, inner, multiplier, bit_shift, TILES: tl.constexpr, RELU: tl.constexpr,
+    x, dy, y, statistics, partials, signature: tl.float64, count: tl.float64, host_words: tl.int64,
+    sequence_number: tl.int64, num_rows, rows_per_program, channels, inner, multiplier, bit_shift, TILES: tl.constexpr,
+    RELU: tl.constexpr,
 ):  # fmt: skip
     """Store partial sums of x and x^2. With dy, mask dy by a fused relu, and store partial sums of dy and
     dy * (x - center).
@@ -224,7 +225,7 @@ def partial_sums(
         record_not_finite(first, second, host_words, sequence_number)
         if (span == 0) & (part == 0):
             trailer = partials + 2 * tl.cast(tl.num_programs(1), tl.int64) * channels
-            store_trailer(trailer, tl.cast(num_rows, tl.float64) * values_per_row, signature)
+            store_trailer(trailer, tl.cast(num_rows, tl.float64) * values_per_row, count, signature)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Makes Inductor pass tensors to the operators in the layout of x, and fuse a relu into the operators.
 
-The module uses private names of Inductor. fallback.py imports it while torch compiles.
+The module uses private names of Inductor. dispatched.py imports it while torch compiles.
 """
 
 import functools

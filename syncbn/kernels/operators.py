@@ -1,4 +1,4 @@
-"""Registers the kernels of cpu.py and gpu.py as torch operators, and wraps them as a back end of the fallback.
+"""Registers the kernels of cpu.py and gpu.py as torch operators, and wraps the operators as a back end.
 
 Operators work where direct calls of cpu.py and gpu.py cannot: in compiled graphs, under dispatch modes and transforms,
 and for tensors whose data_ptr() does not point to their values. The operators check their tensors. They have no
@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn.kernels import interface, reference
-from syncbn.kernels.interface import GradientPair, Inputs, Layout, Saved
+from syncbn import payload
+from syncbn.kernels import interface
+from syncbn.kernels.interface import NO_BUFFERS, Buffers, GradientPair, Inputs, ReluMask, Saved, Status, Sums
+from syncbn.kernels.layout import Layout
 from syncbn.kernels.select import back_end
-from syncbn.statistics import num_statistics
+from syncbn.payload import UNSIGNED
+from syncbn.statistics import update_buffers
 from syncbn.torch_internals import Function, require_storage
 
 _library = torch.library.Library("syncbn", "DEF")
@@ -24,27 +27,39 @@ FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 # that call the old operator.
 
 
-class Forward(reference.Forward):
-    def forward_sums(self, x: Tensor) -> Tensor:
-        return forward_sums(x, self.config.layout.channel_dim)
+class Forward(interface.ForwardKernels):
+    is_direct = False
 
-    def forward_outputs(self, inputs: Inputs, total: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: Status = None) -> Tensor:
+        return payload.sign(forward_sums(x, self.config.layout.channel_dim), signature, count)
+
+    def forward_outputs(
+        self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | Tensor | None = 0.0,
+        status_words: Status = None,
+    ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), config, channel_dim = inputs, self.config, self.config.layout.channel_dim
-        return forward_outputs(x, channel_dim, total, weight, bias, residual, config.eps, config.relu)
+        y, statistics = forward_outputs(x, channel_dim, total, weight, bias, residual, config.eps, config.relu)
+        update_buffers(*buffers, statistics, momentum)
+        return y, statistics, True
 
 
-class Backward(reference.Backward):
+class Backward(interface.BackwardKernels):
+    is_direct = False
+
     def __init__(self, config: interface.BackwardConfig) -> None:
-        self.config, self.channel_dim = config, config.layout.channel_dim
-        self.relu = config.masks_by_x or config.masks_by_y
+        super().__init__(config)
+        self.channel_dim, self.relu = config.layout.channel_dim, config.relu_mask is not ReluMask.NONE
 
-    def backward_sums(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def backward_sums(self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, call_id: Tensor | None = None) -> Sums:
         x, _, statistics, y = saved
         dtypes = self.config.grad_weight_dtype, self.config.grad_bias_dtype
-        return backward_sums(dy, x, y, self.channel_dim, statistics, self.relu, *dtypes)
+        sums, grad_weight, grad_bias = backward_sums(dy, x, y, self.channel_dim, statistics, self.relu, *dtypes)
+        return payload.sign(sums, signature, call_id=call_id), grad_weight, grad_bias
 
-    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
+    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, status_words: Status = None) -> GradientPair:
         (x, weight, statistics, y), config = saved, self.config
+        if not (config.needs_x or config.needs_residual):
+            return None, None
         per_channel = self.channel_dim, total, statistics, weight
         grad_x, grad_residual = backward_outputs(dy, x, y, *per_channel, self.relu, config.needs_residual)
         return grad_x if config.needs_x else None, grad_residual
@@ -66,8 +81,8 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
 
 
 @_operator(
-    "forward_sums_v3(Tensor x, int channel_dim) -> Tensor",
-    fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_ELEMENTS, dtype=torch.float64),
+    "forward_sums_v4(Tensor x, int channel_dim) -> Tensor",
+    fake=lambda x, channel_dim: x.new_empty(payload.num_elements(x.shape[channel_dim]), dtype=torch.float64),
 )
 def forward_sums(x: Tensor, channel_dim: int) -> Tensor:
     layout, [x] = _prepare(x, channel_dim)
@@ -76,11 +91,11 @@ def forward_sums(x: Tensor, channel_dim: int) -> Tensor:
 
 
 @_operator(
-    "forward_outputs_v3(Tensor x, int channel_dim, Tensor total, Tensor? weight, Tensor? bias, Tensor? residual, "
+    "forward_outputs_v4(Tensor x, int channel_dim, Tensor total, Tensor? weight, Tensor? bias, Tensor? residual, "
     "float eps, bool relu) -> (Tensor, Tensor)",
     fake=lambda x, channel_dim, total, weight, bias, residual, eps, relu: (
         torch.empty_like(x),
-        total.new_empty(num_statistics(x.shape[channel_dim], relu and residual is None)),
+        total.new_empty(interface.num_statistics(x.shape[channel_dim], _relu_mask(relu, residual))),
     ),
 )
 def forward_outputs(
@@ -94,10 +109,10 @@ def forward_outputs(
 
 
 @_operator(
-    "backward_sums_v3(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, bool relu, "
+    "backward_sums_v4(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, bool relu, "
     "ScalarType? grad_weight_dtype, ScalarType? grad_bias_dtype) -> (Tensor, Tensor?, Tensor?)",
     fake=lambda dy, x, y, channel_dim, statistics, relu, *dtypes: (
-        statistics.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_ELEMENTS),
+        statistics.new_empty(payload.num_elements(x.shape[channel_dim])),
         *(None if dtype is None else x.new_empty(x.shape[channel_dim], dtype=dtype) for dtype in dtypes),
     ),
 )
@@ -105,14 +120,14 @@ def backward_sums(
     dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, statistics: Tensor, relu: bool,
     grad_weight_dtype: torch.dtype | None, grad_bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    masks = relu and y is None, relu and y is not None
-    layout, [x, dy, y, statistics] = _prepare(x, channel_dim, masks[0], dy=dy, y=y, statistics=statistics)
-    config = interface.BackwardConfig(layout, x.dtype, x.device, *masks, None, grad_weight_dtype, grad_bias_dtype)
+    relu_mask = _relu_mask(relu, y)
+    layout, [x, dy, y, statistics] = _prepare(x, channel_dim, relu_mask, dy=dy, y=y, statistics=statistics)
+    config = interface.BackwardConfig(layout, x.dtype, x.device, relu_mask, None, grad_weight_dtype, grad_bias_dtype)
     return back_end(x.device).Backward.cached(config).backward_sums(dy, (x, None, statistics, y))
 
 
 @_operator(
-    "backward_outputs_v3(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor total, Tensor statistics, "
+    "backward_outputs_v4(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor total, Tensor statistics, "
     "Tensor? weight, bool relu, bool needs_residual) -> (Tensor, Tensor?)",
     fake=lambda dy, x, *others: (torch.empty_like(x), torch.empty_like(x) if others[-1] else None),
 )
@@ -120,19 +135,26 @@ def backward_outputs(
     dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, total: Tensor, statistics: Tensor,
     weight: Tensor | None, relu: bool, needs_residual: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    masks = relu and y is None, relu and y is not None
+    relu_mask = _relu_mask(relu, y)
     layout, [*saved, dy, total] = _prepare(
-        x, channel_dim, masks[0], weight=weight, statistics=statistics, y=y, dy=dy, total=total
+        x, channel_dim, relu_mask, weight=weight, statistics=statistics, y=y, dy=dy, total=total
     )
     dtype = getattr(weight, "dtype", None)
     config = interface.BackwardConfig(
-        layout, x.dtype, x.device, *masks, dtype, needs_x=True, needs_residual=needs_residual
+        layout, x.dtype, x.device, relu_mask, dtype, needs_x=True, needs_residual=needs_residual
     )
     return back_end(x.device).Backward.cached(config).backward_outputs(dy, (*saved,), total)
 
 
+def _relu_mask(relu: bool, residual_or_y: Tensor | None) -> ReluMask:
+    """Return how the relu is masked: from y, which is saved after a residual, or from x."""
+    if not relu:
+        return ReluMask.NONE
+    return ReluMask.FROM_X if residual_or_y is None else ReluMask.FROM_Y
+
+
 def _prepare(
-    x: Tensor, channel_dim: int, masks_by_x: bool = False, **tensors: Tensor | None
+    x: Tensor, channel_dim: int, relu_mask: ReluMask = ReluMask.NONE, **tensors: Tensor | None
 ) -> tuple[Layout, list[Any]]:
     """Return the layout of x, whatever the order of its dims in memory, and a list of x and the other tensors.
 
@@ -149,9 +171,10 @@ def _prepare(
         )
     layout = _layout(x.shape, x.stride(), channel_dim)
     if layout is None:
-        return _prepare(x.clone(), channel_dim, masks_by_x, **tensors)
+        return _prepare(x.clone(), channel_dim, relu_mask, **tensors)
     channels, prepared = layout.sizes[1], list[Any]([x])
-    lengths = {"total": 2 * channels + interface.TRAILER_ELEMENTS, "statistics": num_statistics(channels, masks_by_x)}
+    lengths = {"total": payload.num_elements(channels)}
+    lengths["statistics"] = interface.num_statistics(channels, relu_mask)
     for name, tensor in tensors.items():
         if tensor is None:
             prepared.append(None)

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import cpu
-from syncbn.kernels.interface import BackwardConfig, FastPathBackEnd, ForwardConfig, Layout, StatusWords
+from syncbn.kernels.interface import BackEnd, BackwardConfig, ForwardConfig, StatusWords
+from syncbn.kernels.layout import Layout
 from syncbn.texts import warn_once
 from syncbn.torch_internals import constant_in_graphs, is_capturing
 
 WARNING_BYTES = 1_000_000  # the size above which an input without fast kernels causes a warning
 
 
-def fast_path_back_end(config: ForwardConfig | BackwardConfig) -> FastPathBackEnd | None:
-    """Return the back end of the fast path for tensors of this config, or None if there is none on this machine.
+def fast_path_back_end(config: ForwardConfig | BackwardConfig) -> BackEnd | None:
+    """Return the back end with direct kernels for tensors of this config, or None if there is none on this machine.
 
-    The first time that there is none for large tensors, a warning is issued. The kernels of the back end access the
-    memory of plain tensors directly.
+    The first time that there is none for large tensors, a warning is issued.
     """
     device = config.device
     if device.type not in ("cpu", "cuda"):
@@ -33,7 +33,7 @@ def fast_path_back_end(config: ForwardConfig | BackwardConfig) -> FastPathBackEn
     return None
 
 
-def back_end(device: torch.device) -> FastPathBackEnd:
+def back_end(device: torch.device) -> BackEnd:
     """Return cpu.py or gpu.py. `reason_unavailable` must have returned None for this device."""
     if device.type == "cpu":
         return cpu
@@ -137,12 +137,9 @@ def _try_triton(device: torch.device) -> None:
 
 @functools.cache
 def reason_forced() -> str | None:
-    """Return why torch operations are used even if kernels are available, or None.
-
-    **Raises** ValueError for an unknown value of one of syncbn's environment variables.
-    """
-    for name, known in (("SYNCBN_KERNELS", "reference"), ("SYNCBN_CHECKS", "0")):
-        if (value := os.environ.get(name)) not in (None, "", known):
-            raise ValueError(f"the environment variable {name} must be {known!r} or not set, got {value!r}")
+    """Return why torch operations are used even if kernels are available, or None. **Raises** ValueError for an unknown
+    value of SYNCBN_KERNELS."""
     forced = os.environ.get("SYNCBN_KERNELS")
+    if forced not in (None, "", "reference"):
+        raise ValueError(f"the environment variable SYNCBN_KERNELS must be 'reference' or not set, got {forced!r}")
     return f"SYNCBN_KERNELS={forced}" if forced else None

@@ -1,1 +1,1 @@
-"""All code about ranks: process groups, the all_reduce, call sites, reports, the watchdog, and reductions."""
+"""All code about ranks: process groups, the all_reduce, sites, reports, the watchdog, and calls."""

@@ -11,6 +11,8 @@ timeout: gloo does not detect the mismatch.
 import functools
 import math
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,10 @@ from torch import Tensor
 from syncbn.ranks import report
 from syncbn.ranks.positions import Position
 from syncbn.ranks.sites import Site
-from syncbn.texts import format_error, warn, warn_once
+from syncbn.texts import warn, warn_once
 from syncbn.torch_internals import ALL_REDUCE, ALL_TO_ALL, all_reduce_operator, all_to_all_operator
+
+T = TypeVar("T")
 
 MAX_ALL_TO_ALL_ELEMENTS = 8192  # 64 kB. For longer payloads all_reduce is faster.
 IN_CUDA_GRAPH = 0  # placeholder for the call number in a CUDA graph, whose replays run no Python that could count
@@ -32,10 +36,10 @@ OVERFLOW_THRESHOLDS = {torch.bfloat16: "1e19", torch.float64: "1e154"}
 def all_reduce(payload: Tensor, group: dist.ProcessGroup, all_to_all_size: int, use_operator: bool = False) -> Tensor:
     """Return the sum of `payload` over the ranks of the group. May overwrite `payload`.
 
-    `all_to_all_size`: see `groups.all_to_all_size`. `use_operator`: call a functional operator, whose result a dispatch
-    mode can save and a compiler can trace.
+    `all_to_all_size`: see `torch_internals.all_to_all_size`. `use_operator`: call a functional operator, whose result a
+    dispatch mode can save and a compiler can trace.
     """
-    if not (all_to_all_size and payload.is_cpu and payload.numel() <= MAX_ALL_TO_ALL_ELEMENTS):
+    if not (all_to_all_size and payload.is_cpu and payload.shape[0] <= MAX_ALL_TO_ALL_ELEMENTS):
         if use_operator:
             return all_reduce_operator(payload, group)
         work = group.allreduce([payload], ALL_REDUCE)
@@ -53,33 +57,45 @@ def all_reduce(payload: Tensor, group: dist.ProcessGroup, all_to_all_size: int, 
 
 
 class Collective:
-    """Context manager for a collective, in which this rank waits for the other ranks.
+    """A collective, in which this rank waits for the other ranks.
 
-    `ThisRank.last` keeps this object after the collective, so a Collective must not hold a reference to the group.
-
-    **Raises** RuntimeError with the positions of all ranks when the collective fails.
+    `ThisRank.last` keeps this object after the collective, so a Collective must not hold a reference to the group, nor
+    to an exception, whose traceback would refer to the group.
     """
 
     # The number of this collective among those of syncbn on the group, from 1. On a GPU it is set before the collective
     # begins.
     sequence_number = 0
     next_warning_seconds = FIRST_WARNING_SECONDS
+    start = math.inf  # the time when the collective has begun, by time.monotonic
+    # The class and text of the argument error of this rank, and whether it is a TypeError. None: no error.
+    argument_error: tuple[str, bool] | None = None
 
     def __init__(self, site: Site, call: int, pass_name: str, dtype: torch.dtype | None = None) -> None:
         self.site, self.rank, self.call_number, self.pass_name, self.dtype = site, site.rank, call, pass_name, dtype
+        self.layer_label, self.ranks = site.label, site.group_state.ranks
 
-    def __enter__(self) -> None:
+    def run(self, function: Callable[..., T], *arguments: object) -> T:
+        """Call `function`, in which this rank waits for the other ranks, and return its result.
+
+        **Raises** the errors of `function`; `raise_with_positions` adds to a RuntimeError where all ranks are. This is
+        not a context manager: a KeyboardInterrupt may be raised at the entry of any Python function, and at the entry
+        of `__exit__` it would leave the collective in `ThisRank.waiting`.
+        """
         if not self.sequence_number:
             self.sequence_number = self.site.group_state.num_collectives = self.site.group_state.num_collectives + 1
         self.start = time.monotonic()
         self.rank.last = self
+        # Between this statement and the block below no interrupt can be raised.
         self.rank.waiting[self] = None
-
-    def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
         try:
-            if error is not None and isinstance(error, RuntimeError):
-                self._raise_with_positions(error)
-        finally:  # not earlier, because the report needs this collective in `waiting`
+            if self.argument_error is not None:  # If the other ranks send another size, gloo may end this process.
+                report.record_at_once(self.rank, self.argument_error[0])
+            return function(*arguments)
+        except RuntimeError as error:
+            self.raise_with_positions(error)
+            raise
+        finally:
             del self.rank.waiting[self]
 
     def description(self) -> str:
@@ -88,22 +104,16 @@ class Collective:
         return f"{self.site.name} {self.pass_name}, {call}" if self.site.is_signed else self.site.name
 
     def position(self) -> Position:
-        return Position(self.site.group_state.name, self.sequence_number, self.pass_name, self.description())
+        is_evaluating, lacks_grad = not getattr(self.site.caller(), "training", True), self.site.lacks_grad
+        where = self.site.group_state.name, self.sequence_number, self.pass_name, self.description(), self.call_number
+        return Position(*where, lacks_grad and self.pass_name == "forward", is_evaluating)
 
-    def to_report(self, error: Exception | None = None) -> report.CallReport:
-        """Return the report of this collective for the other ranks. `error`: the argument error of this rank, or
-        None."""
+    def to_report(self) -> report.CallReport:
+        """Return the report of this collective for the other ranks."""
         site = self.site
         numbers = site.instance_number, site.next_instance_number(), self.call_number
         compared = self.pass_name, site.signatures.settings, str(self.dtype)
-        fault = "" if error is None else format_error(error), isinstance(error, TypeError)
-        return report.CallReport(self.description(), site.layer, *numbers, *compared, *fault)
-
-    def layer_label(self) -> str:
-        return self.site.label
-
-    def ranks(self) -> list[int]:
-        return self.site.group_state.ranks
+        return report.CallReport(self.description(), site.layer, *numbers, *compared, *(self.argument_error or ()))
 
     def seconds(self) -> float:
         """Return the seconds since this collective began."""
@@ -123,7 +133,7 @@ class Collective:
             hint = "torch.autograd.set_detect_anomaly(True) finds a backward that computes NaN"
             warn_once(f"syncbn: {what}, {effect}. {remedy}; {hint}.")
 
-    def _raise_with_positions(self, error: RuntimeError) -> None:
+    def raise_with_positions(self, error: RuntimeError) -> None:
         """**Raises** RuntimeError with the positions of all ranks, unless `error` has them, is a GPU error (which gets
         a note instead) or shows that a backend is missing."""
         if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):

@@ -7,11 +7,11 @@ one of
     GlobalRanks  a ProcessGroup: its global ranks, and a handle that deepcopy shares and pickle drops
 
 `to_spec` turns the user's `process_group` argument into a spec, and `to_user` converts the spec back. The spec of a
-layer may be a group that does not contain this rank; training the layer then raises ValueError. `make` is a collective:
-ALL ranks of the default group must call it, in the same order. No other function here communicates.
+layer may be a group that does not contain this rank; training the layer then raises ValueError. `make_groups` is a
+collective: ALL ranks of the default group must call it, in the same order. Only `resolve` and
+`create_syncbn_process_group` call it too; no other function here communicates.
 """
 
-import functools
 import os
 from typing import Self, TypeAlias
 from weakref import WeakKeyDictionary
@@ -19,6 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from syncbn.ranks.collective import Collective
+from syncbn.ranks.sites import FunctionCaller, site_of
+from syncbn.ranks.watchdog import recorded
 from syncbn.texts import find_frame, warn, warn_once
 from syncbn.torch_internals import constant_in_graphs, existing_groups, group_device, group_timeout
 
@@ -33,6 +36,10 @@ class GlobalRanks:
     On a rank outside of the group, `ranks` is empty, because new_group returns GroupMember.NON_GROUP_MEMBER there.
     """
 
+    # Whether the group was destroyed. A group of the same ranks does not replace it: it may have been destroyed on this
+    # rank alone, and the other ranks may wait in it.
+    was_destroyed = False
+
     def __init__(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None = None) -> None:
         self.ranks, self.handle = ranks, handle
 
@@ -46,7 +53,7 @@ class GlobalRanks:
         return f"ranks {list(self.ranks)}" if self.ranks else "a group without this rank"
 
     def group(self) -> dist.ProcessGroup | None:
-        """Return the ProcessGroup. After unpickling, or if the group was destroyed, return the oldest existing group of
+        """Return the ProcessGroup, or None if it was destroyed. After unpickling, return the oldest existing group of
         exactly these ranks, or None if there is none."""
         _refresh_handle(self)
         return self.handle
@@ -55,14 +62,15 @@ class GlobalRanks:
 @constant_in_graphs
 def _refresh_handle(spec: GlobalRanks) -> None:
     candidates = existing_groups()
-    if spec.handle not in candidates:
-        spec.handle = next(
-            (group for group in candidates if tuple(dist.get_process_group_ranks(group)) == spec.ranks), None
-        )
+    if spec.handle is not None and spec.handle not in candidates:
+        # A handle would keep the connections of the group open, on which other ranks may wait.
+        spec.handle, spec.was_destroyed = None, True
+    elif spec.handle is None and not spec.was_destroyed:
+        same_ranks = (group for group in candidates if tuple(dist.get_process_group_ranks(group)) == spec.ranks)
+        spec.handle = next(same_ranks, None)
 
 
 THIS_RANK_ALONE = 1  # the spec of a group of one rank, for which no ProcessGroup is created
-MAX_ALL_TO_ALL_RANKS = 16
 MAX_GROUP_SIZE = 2**31 - 1  # Larger sizes are sent as this size, because a Python int may not fit into an int64.
 GroupSpec: TypeAlias = int | GlobalRanks | None
 ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # the types that a user may pass
@@ -80,18 +88,18 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
         return GlobalRanks(())
     if isinstance(process_group, int) and not isinstance(process_group, bool):
         if process_group < 1:
-            raise ValueError(f"process_group={process_group}: an int is the number of ranks per group, at least 1")
+            raise recorded(ValueError(f"process_group={process_group}: the number of ranks per group is at least 1"))
         return process_group
     if isinstance(process_group, dist.ProcessGroup):
         is_written_in_python = type(process_group).allreduce is not dist.ProcessGroup.allreduce  # such as torchft's
         if process_group not in existing_groups() or is_written_in_python:
             what = f"process_group is a {type(process_group).__name__} that was destroyed, or that was not created by"
             remedy = "pass an existing group, or None for the default group"
-            raise ValueError(f"{what} torch.distributed.new_group(); {remedy}")
+            raise recorded(ValueError(f"{what} torch.distributed.new_group(); {remedy}"))
         return GlobalRanks(tuple(dist.get_process_group_ranks(process_group)), process_group)
     remedy = 'for a DeviceMesh, pass mesh.get_group(); for one group per node, int(os.environ["LOCAL_WORLD_SIZE"])'
-    what = f"got {process_group!r} of type {type(process_group).__name__}"
-    raise TypeError(f"process_group must be None, a ProcessGroup or an int (ranks per group), {what}; {remedy}")
+    what = f"(ranks per group), got {process_group!r} of type {type(process_group).__name__}"
+    raise recorded(TypeError(f"process_group must be None, a ProcessGroup or an int {what}; {remedy}"))
 
 
 def to_user(spec: GroupSpec) -> ProcessGroupLike:
@@ -123,16 +131,16 @@ def lookup(spec: GroupSpec) -> dist.ProcessGroup | None:
             return default_group if spec in made else None
         if group_of_int in existing_groups():
             return group_of_int
-        raise RuntimeError(f"the group of process_group={spec} was destroyed; set layer.process_group to another group")
+        raise recorded(RuntimeError(f"the group of process_group={spec} was destroyed; set layer.process_group anew"))
     group = spec.group()
     if group is not None:
         return group
     group_of_layer = f"the layer's process_group ({spec})"
     if not includes_this_rank(spec):
         remedy = "set layer.process_group on each rank to a group that contains it, or to None for the default group"
-        raise ValueError(f"this rank is not in {group_of_layer} and cannot train it; {remedy}")
+        raise recorded(ValueError(f"this rank is not in {group_of_layer} and cannot train it; {remedy}"))
     remedy = "create the group and set layer.process_group to it, or to None for the default group"
-    raise RuntimeError(f"{group_of_layer} was destroyed, or no such group exists here; {remedy}")
+    raise recorded(RuntimeError(f"{group_of_layer} was destroyed, or no such group exists here; {remedy}"))
 
 
 def size(spec: GroupSpec) -> int:
@@ -144,13 +152,6 @@ def size(spec: GroupSpec) -> int:
     if spec is None:
         return default_group.size()
     return spec if isinstance(spec, int) else len(spec.ranks)
-
-
-@constant_in_graphs
-def all_to_all_size(group: dist.ProcessGroup) -> int:
-    """Return the number of ranks if short payloads on CPU use all_to_all_single, or 0 if they use all_reduce."""
-    is_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
-    return group.size() if is_gloo and group.size() <= MAX_ALL_TO_ALL_RANKS else 0
 
 
 def to_torch(spec: GroupSpec) -> dist.ProcessGroup | int | None:
@@ -166,7 +167,73 @@ def to_torch(spec: GroupSpec) -> dist.ProcessGroup | int | None:
     return group
 
 
-def make(size: int, default_group: dist.ProcessGroup) -> None:
+missing_group_is_known = False  # not functools.cache, of which Dynamo warns in the frames after a graph break
+
+
+def warn_of_missing_group() -> None:
+    """Warn, in the first call without a process group, if the environment or nn.DataParallel suggests several ranks."""
+    global missing_group_is_known
+    missing_group_is_known = True
+    world_size = os.environ.get("WORLD_SIZE") or "1"
+    if world_size != "1":
+        why = f"WORLD_SIZE is {world_size} but torch.distributed has no process group"
+        remedy = "Call torch.distributed.init_process_group() before the first training step."
+        warn(f"syncbn is not synchronising: {why}. {remedy}")
+    if find_frame("torch.nn.parallel.data_parallel") is not None:
+        warn_in_data_parallel()
+
+
+def warn_in_data_parallel() -> None:
+    why = "the layer runs in nn.DataParallel, which has threads but no ranks"
+    warn_once(f"syncbn is not synchronising: {why}. Use DistributedDataParallel, launched by torchrun.")
+
+
+def resolve(spec: GroupSpec) -> dist.ProcessGroup | None:
+    """Return the group of `spec`, or None for a group of one rank and before init_process_group.
+
+    The first call with an int above 1 creates the groups. **Raises** the errors of `lookup` and `make_groups`.
+    """
+    if spec == THIS_RANK_ALONE:
+        return None
+    make_groups(spec)
+    group = lookup(spec)
+    if not dist.is_initialized() and not missing_group_is_known:
+        warn_of_missing_group()
+    return None if group is None or group.size() == 1 else group
+
+
+def make_groups(spec: GroupSpec, of_one_rank: bool = False) -> None:
+    """If `spec` is an int, create its groups unless they exist; groups of one rank only if `of_one_rank`.
+
+    This is a collective over ALL ranks of the default group; reports of positions show it. **Raises** the errors of
+    `_make`.
+    """
+    default_group, is_made = dist.group.WORLD, isinstance(spec, int) and (of_one_rank or spec != THIS_RANK_ALONE)
+    if isinstance(spec, int) and is_made and default_group is not None and lookup(spec) is None:
+        caller = FunctionCaller(f"the creation of groups for process_group={spec!r}", is_signed=False)
+        Collective(site_of(caller, default_group), 1, "creation").run(_make, spec, default_group)
+
+
+def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
+    """Return this rank's group of `group_size` consecutive ranks, like apex's function of the same name. Return None,
+    which stands for the default group, if `group_size` is 0.
+
+    The first call with each size is a collective over all ranks of the default group.
+
+    **Raises** ValueError if `group_size` is not an int or is negative, or if the number of ranks is not a multiple of
+    it; RuntimeError before init_process_group.
+    """
+    if group_size == 0:
+        return None
+    if not isinstance(group_size, int) or group_size < 0:
+        raise recorded(ValueError(f"group_size must be an int that is not negative, got {group_size!r}"))
+    if dist.group.WORLD is None:
+        raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
+    make_groups(group_size, of_one_rank=True)
+    return lookup(group_size)
+
+
+def _make(size: int, default_group: dist.ProcessGroup) -> None:
     """Create groups of `size` consecutive ranks. This is a collective over ALL ranks of the default group.
 
     **Raises** ValueError on every rank if the ranks pass different sizes, or if the number of ranks is not a multiple
@@ -187,20 +254,3 @@ def make(size: int, default_group: dist.ProcessGroup) -> None:
     is_default = size == world_size
     group = None if is_default else dist.new_subgroups(size, timeout=group_timeout(default_group))[0]
     _groups_by_size.setdefault(default_group, {})[size] = group
-
-
-@functools.cache
-def warn_of_missing_group() -> None:
-    """Warn, in the first call without a process group, if the environment or nn.DataParallel suggests several ranks."""
-    world_size = os.environ.get("WORLD_SIZE") or "1"
-    if world_size != "1":
-        why = f"WORLD_SIZE is {world_size} but torch.distributed has no process group"
-        remedy = "Call torch.distributed.init_process_group() before the first training step."
-        warn(f"syncbn is not synchronising: {why}. {remedy}")
-    if find_frame("torch.nn.parallel.data_parallel") is not None:
-        warn_in_data_parallel()
-
-
-def warn_in_data_parallel() -> None:
-    why = "the layer runs in nn.DataParallel, which has threads but no ranks"
-    warn_once(f"syncbn is not synchronising: {why}. Use DistributedDataParallel, launched by torchrun.")

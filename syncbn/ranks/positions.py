@@ -1,14 +1,30 @@
 """Keeps the position of this rank: its last collective of syncbn, and the events on this rank since.
 
+These classes show where a rank is:
+
+    Collective     collective.py   a collective of syncbn, in which this rank waits for the other ranks: an all_reduce
+                                   of a layer or function, or the creation of groups
+    Wait           here            what this file and report.py, which cannot import collective.py, know of a Collective
+    Position       here            the last Collective of a rank, and what has happened to the rank since: an error, or
+                                   that it has left. Written once a second, and read for a report of a wait or failure
+    CallReport     report.py       what a rank compares with the other ranks: layer, call, settings, dtype, argument
+                                   error. Written and read only after an all_reduce whose total shows a fault
+    ThisRank       here            this rank of a default group: the Collectives in which it waits, its Position, and
+                                   the store
+    StreamStatus   status.py       the all_reduces that the host has begun on a GPU, and how far the GPU is
+    GpuStatus      here            what the watchdog knows of a StreamStatus
+
 Each rank writes to the store of the default process group. A key is "syncbn/", the number of restarts by torchrun
 (which may keep the store across restarts), the global rank, and one of
 
     position                the position of this rank
-    called/0/layer4.1.bn3   written at a layer's first call: its number of channels, and the ranks of group 0
+    called/bn3 in ResNet    written in a layer's first call: its group, instance number, number of channels and ranks
     fault/0/4f2a...         the rank's report of a collective in which the ranks differ, see report.py
     fault/0                 the rank's report of the first fault on a GPU, see status.py
 
-The key fault/0/4f2a.../readers contains no rank: it counts the ranks that have read the reports.
+Each value begins with the process that wrote it, and with the number of the default group among those of the process.
+A reader ignores a value that does not begin like the position of the same rank, because an earlier process or default
+group has written it. The key fault/0/4f2a.../readers contains no rank: it counts the ranks that have read the reports.
 
 A write takes tens of microseconds, so a thread (watchdog.py) writes the position, once a second if it has changed. The
 other ranks' positions are read (report.py) only for a report, and without delay, because torchrun ends the remaining
@@ -19,6 +35,7 @@ depends on a clock.
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -36,6 +53,7 @@ from syncbn.texts import format_error
 from syncbn.torch_internals import default_store
 
 HAS_LEFT = "has left"
+MAY_HAVE_LEFT = "has left this or an earlier default group"
 HAS_ENDED = "has ended"
 # Matches torch's errors that follow from another rank's end or absence. Most errors of gloo name a source file of gloo.
 FAILED_COLLECTIVE = re.compile(
@@ -46,15 +64,20 @@ FAILED_COLLECTIVE = re.compile(
 
 
 class Position(NamedTuple):
-    """The position of a rank: its last collective of syncbn, and the events on the rank since. Written as JSON."""
+    """The position of a rank. Written as JSON."""
 
     group: str = ""  # the name of the process group, such as "0"
     sequence_number: int = 0  # the number of the collective among those of syncbn on the group, from 1
     pass_name: str = ""  # the pass of the collective, such as "forward", "backward" or `WITH_GRAPH`
     description: str = ""  # the collective, such as "layer4.1.bn3 forward, call 17"
+    call_number: int = 0  # the number of the call of the layer, such as 17
+    # Whether the input of this forward requires no gradient, although an earlier one did or this is the first forward.
+    lacks_grad: bool = False
+    is_evaluating: bool = False  # whether the layer is in evaluation mode now
     error: str = ""  # the error that a layer has raised on this rank since that collective
     departure: str = ""  # `HAS_LEFT` and the reason, if the rank has left the group
     process: int = 0
+    default_group: int = 0  # the number of the default group among those of the process
     host: str = ""
     time: float = 0.0  # when the position was written, by the host's clock
     # The rank that reads a position sets these fields.
@@ -63,24 +86,27 @@ class Position(NamedTuple):
 
 
 class Wait(Protocol):
-    """A collective of syncbn in which this rank waits."""
+    """The interface of a Collective."""
 
     sequence_number: int  # A rank whose position has this number or a larger one has reached the collective.
     start: float  # the time when the collective began, by time.monotonic
     next_warning_seconds: float  # waiting time at which the watchdog warns
 
+    layer_label: str  # `Site.label`
+    ranks: list[int]  # the global ranks of the group
+
     def position(self) -> Position: ...
-    def layer_label(self) -> str: ...
-    def ranks(self) -> list[int]: ...
     def seconds(self) -> float: ...
 
 
 class GpuStatus(Protocol):
-    """The status words of a group on a GPU, which the watchdog polls: see status.py."""
+    """The interface of a StreamStatus."""
 
-    def has_ended(self) -> bool: ...
     def poll(self, is_last: bool = False) -> None: ...
     def unfinished(self) -> Wait | None: ...
+
+
+_default_groups = itertools.count(1)  # counts the default groups of this process in which a layer has been called
 
 
 class ThisRank:
@@ -94,6 +120,7 @@ class ThisRank:
         self.rank, self.num_ranks, self.process = dist.get_rank(), world.size(), os.getpid()
         self.store: dist.Store = default_store()  # kept, because default_store() may later return another store
         self.store_answers, self.store_appends = True, _appends(self.store)
+        self.default_group = next(_default_groups)
         self.prefix = f"syncbn/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self.waiting: dict[Wait, None] = {}  # the unfinished collectives of all threads
         self.gpu_statuses: set[GpuStatus] = set()
@@ -110,13 +137,14 @@ class ThisRank:
         waiting = [*self.waiting]  # a copy, because other threads change the dict
         last = wait if wait in waiting else next(iter(waiting), self.last)
         text, before = self.error
-        error = text if before is last else ""
         position = Position() if last is None else last.position()
-        return position._replace(error=error, departure=self.departure, process=self.process, host=this_host())
+        position = position._replace(error=text * (before is last), departure=self.departure, host=this_host())
+        return position._replace(process=self.process, default_group=self.default_group)
 
-    def record_error(self, error: BaseException) -> None:
-        """Record an error that a layer raises on this rank, because other ranks may wait in the next collective."""
-        self.error = f"has raised {format_error(error)}".partition("\n")[0][:300], self.last
+    def record_error(self, error: str) -> None:
+        """Record the class and text of an error that a layer raises on this rank, because other ranks may wait in the
+        next collective."""
+        self.error = f"has raised {error}".partition("\n")[0][:300], self.last
 
     def wait_for_report(self, seconds: float = 0.0) -> bool:
         """Wait up to `seconds` for the thread of the last report. Return False if it still waits for the store: another
@@ -139,7 +167,7 @@ class ThisRank:
         """Write a value as JSON, and return whether the store accepted it."""
         if self.store_answers:
             with self.suppressing_store_errors():
-                self.store.set(self._key(self.rank, key), json.dumps(value))
+                self.store.set(self._key(self.rank, key), json.dumps([[self.process, self.default_group], value]))
                 return True
         return False
 
@@ -148,13 +176,21 @@ class ThisRank:
         self._poll_store(lambda: self.store.delete_key(self._key(self.rank, key)), 0.0)
 
     def read(self, ranks: Sequence[int], key: str) -> list[Any]:
-        """Return the value that each of these ranks has written under the key, or None for a rank without a value."""
+        """Return the value of each of these ranks under the key. Return None for a rank without a value, and for a
+        value that another process or default group has written than the position of the rank."""
+        written = self._read(ranks, key)
+        positions = written if key == "position" else self._read(ranks, "position")
+        pairs = zip(written, positions, strict=True)
+        return [value[1] if value and position and value[0] == position[0] else None for value, position in pairs]
+
+    def _read(self, ranks: Sequence[int], key: str) -> list[Any]:
+        """Return the writer and the value of each of these ranks under the key, or None for a rank without a value."""
         store, keys = self.store, [self._key(rank, key) for rank in ranks]
         if store.check(keys):
             has_multi_get = store.has_extended_api()  # type: ignore[attr-defined]
             return [*map(json.loads, store.multi_get(keys) if has_multi_get else map(store.get, keys))]
         half = len(ranks) // 2  # Bisection needs few requests to find the ranks that have written nothing.
-        return [*self.read(ranks[:half], key), *self.read(ranks[half:], key)] if half else [None]
+        return [*self._read(ranks[:half], key), *self._read(ranks[half:], key)] if half else [None]
 
     def gather(self, ranks: Sequence[int], key: str, seconds: float) -> list[Any]:
         """Wait up to `seconds` until all of these ranks have written a value under the key. Return the values, with
@@ -170,11 +206,11 @@ class ThisRank:
             values[:] = self.read(ranks, key)
             return self.store.add(readers, 1) > 0
 
-        all_answered = self._poll_store(lambda: self.store.check(written), seconds)
+        answered = self._poll_store(lambda: self.store.check(written) and None not in self.read(ranks, key), seconds)
         self._poll_store(read, 0.0)
         num_answers = len(ranks) - values.count(None)
         if self.rank == ranks[0] and self._poll_store(lambda: self.store.add(readers, 0) >= num_answers, seconds):
-            unused = [*written, readers] if all_answered else [readers]
+            unused = [*written, readers] if answered else [readers]
             self._poll_store(lambda: all(map(self.store.delete_key, unused)), 0.0)
         return values
 

@@ -6,93 +6,58 @@ the group and a digest of the total, whose bits are the same on all ranks.
 """
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from syncbn.ranks.positions import (
-    FAILED_COLLECTIVE,
-    HAS_ENDED,
-    HAS_LEFT,
-    Position,
-    ThisRank,
-    Wait,
-    process_state,
-    this_host,
-)
+from syncbn.ranks import positions
+from syncbn.ranks.positions import HAS_ENDED, HAS_LEFT, MAY_HAVE_LEFT, Position, ThisRank, Wait, this_host
 from syncbn.texts import format_by_rank
 
 SETTLE_SECONDS = 0.3  # how long a report waits, after a failure, for a rank that may still write why it leaves
 READ_SECONDS = 5.0  # the longest time for which a report waits for the store
 ANSWER_SECONDS = 5.0  # the longest time for which a rank waits for the other ranks' reports
+STORE_UNKNOWN = "not known, as the process group's store does not answer"
 WITH_GRAPH = "backward with create_graph or torch.func"  # pass_name of the first all_reduce of that backward
 
 TITLE_LAYERS = "syncbn: the ranks are in different layers or calls.\n"
+TITLE_UNKNOWN = "syncbn: the ranks differ in layer, call, settings or dtype, and not all ranks have reported.\n"
 TITLE_LENGTHS = "syncbn: the ranks have sent sums of different sizes.\n"
 TITLE_ARGUMENT = "syncbn: another rank has a bad argument.\n"
 FALSE_ALARM = "If this is a false alarm, set SYNCBN_CHECKS=0 on every rank, which disables the comparison of ranks."
 
-EXTRA_CALL = "A rank has called the model once more, for example to validate or profile it without model.eval()."
-FEWER_BATCHES = (
-    "A rank has fewer batches: give all ranks the same number of batches, or let that rank continue with empty "
-    "batches, images[:0]."
+# Causes with their remedies. A report names at most three, the likeliest first.
+LATE = "A rank is late, for example because it loads data, compiles, saves a checkpoint, or its host is cut off."
+EVALUATION = "One rank alone has called model.eval(): call model.train() to train, and evaluate with ddp.module(x)."
+NOT_CONVERTED = "A rank has not called convert_syncbn_model(model), or runs a compiled model, which is not reported."
+EXTRA_CALL = "A rank has called the model once more, for example to validate or profile it: call model.eval() first."
+FEWER_BATCHES = "A rank has fewer batches: give all ranks the same number, or let that rank go on with images[:0]."
+OTHER_LAYERS = (
+    "A rank has left out a layer or a backward, or calls layers in another order: call the same layers in the same "
+    "order on every rank, and for each missing call write loss = loss + layer(x[:0]).sum()."
 )
-EVALUATION = (
-    "To evaluate on some ranks only, call ddp.module(x) after model.eval(), because a forward of "
-    "DistributedDataParallel may broadcast buffers."
-)
-REMEDY_LAYERS = (
-    "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
-    "mode. Before a call on one rank only, for example to profile the model, call model.eval(). If only some ranks "
-    "call a layer, call it on the other ranks too, with an empty batch, and add its output to their loss: loss = loss "
-    "+ layer(x[:0]).sum(). If only some ranks have a layer (a pipeline stage, or a DistributedDataParallel with a "
-    "process_group), pass the group of these ranks: convert_syncbn_model(model, process_group)."
-)
-REMEDY_MODELS = (
-    "Several models of one class have a layer of this name, numbered in the order of their first training calls: call "
-    "the models in the same order on every rank."
-)
-REMEDY_PASSES = (
-    "Possible causes:\n"
-    "- A rank has left out a layer or a backward: for each missing call write loss = loss + layer(x[:0]).sum().\n"
-    f"- {FEWER_BATCHES}\n"
-    f"- {EXTRA_CALL}\n"
-    "- A rank has called ddp.module where the other ranks call ddp."
-)
-REMEDY_GRAPHS = "Pass create_graph=True on every rank or on none, and use torch.func on every rank or on none."
-REMEDY_SETTINGS = "Give the layer the same settings on every rank, and let schedules change them in the same step."
-REMEDY_DTYPES = "Use autocast on every rank or on none, and the same dtype of model and inputs on every rank."
-REMEDY_BACKWARDS = (
-    "The layer is called several times, and the ranks run the backwards of these calls in different orders: on "
-    "every rank run backward(), or torch.autograd.grad, of these calls in the same order."
-)
-REMEDY_ENDED = (
+SOME_RANKS = "Only some ranks have this layer: pass their group to convert_syncbn_model(model, process_group)."
+MODELS = "Several models of one class have this layer: first train the models in the same order on every rank."
+GRAPHS = "Pass create_graph=True on every rank or on none, and use torch.func on every rank or on none."
+SETTINGS = "Give the layer the same settings on every rank, and let schedules change them in the same step."
+DTYPES = "Use autocast on every rank or on none, and the same dtype of model and inputs on every rank."
+BACKWARDS = "The layer is called several times: run the backwards of these calls in the same order on every rank."
+ENDED = (
     "Read the last output of the ended process. If there is no output, memory may have run out: see dmesg. "
-    "If the output ends in gloo::EnforceNotMet, the ranks have sent different sizes. Possible causes:\n"
-    f"- {EXTRA_CALL}\n"
-    "- A rank has left out a layer, has not converted its model, or is in evaluation mode.\n"
-    "- A layer has a different number of channels on a rank."
+    "If the output ends in gloo::EnforceNotMet, the ranks have sent different sizes, for one of the causes below."
 )
-REMEDY_LATE = (
-    "Possible causes:\n"
-    "- A rank is late, for example because it loads data or saves a checkpoint.\n"
-    f"- A rank is in evaluation mode: call model.train() on every rank. {EVALUATION}\n"
-    "- A rank has not called convert_syncbn_model(model), runs a compiled model, or is on a host that is cut off.\n"
-    f"- {FEWER_BATCHES}\n"
-    f"- {EXTRA_CALL}\n"
+OTHER_MODEL = "A rank has not converted a layer, has left out a layer, or has a layer with other channels."
+STOPPED = "A debugger or a signal has stopped a process: continue it with kill -CONT."
+OUTSIDE = (
+    "The ranks may wait in different collectives of the program or of DistributedDataParallel (a rank may call "
+    "ddp.module where others call ddp); py-spy, or the flight recorder of nccl, shows where a rank waits."
 )
-REMEDY_OUTSIDE = (
-    "The ranks may wait in different collectives of the program or of DistributedDataParallel; py-spy, or the flight "
-    "recorder of nccl, shows where a rank waits. Possible causes:\n"
-    f"- {FEWER_BATCHES}\n"
-    f"- A rank alone has evaluated the model. {EVALUATION}"
-)
-REMEDY_CALLS = "Build the same model on every rank, and give the layer the same process_group."
-REMEDY_ONE_CALL = (
-    "All ranks are in this call. A rank has a different number of channels or cannot be reached, or another thread, "
-    "such as that of dcp.async_save, uses this process group: give that thread a group of its own, "
-    "process_group=dist.new_group()."
+CALLS = "Build the same model on every rank, and give the layer the same process_group."
+ONE_CALL = (
+    "All ranks are in this call. A rank has other channels or cannot be reached, or another thread, such as that of "
+    "dcp.async_save, uses this process group: give that thread its own group, process_group=dist.new_group()."
 )
 
 
@@ -104,7 +69,7 @@ class RanksDifferError(RuntimeError):
 
 
 class CallReport(NamedTuple):
-    """A rank's description of its call of a layer, in a collective. Written as JSON."""
+    """A rank's description of its call of a layer. Written as JSON."""
 
     description: str  # the call, such as "layer4.1.bn3 forward, call 17"
     layer: str = ""  # `Site.layer`, the root class and name that ranks compare
@@ -127,23 +92,33 @@ def gather_calls(rank: ThisRank, ranks: Sequence[int], key: str, call: CallRepor
         rank.write(key, call)
         answers[:] = rank.gather(ranks, key, ANSWER_SECONDS)
 
-    thread = _start(exchange)
-    if thread.is_alive():
-        thread.join(2 * ANSWER_SECONDS)
+    call_store(rank, exchange, 2 * ANSWER_SECONDS)
     calls = [None if values is None else CallReport(*values) for values in answers]
     calls[ranks.index(rank.rank)] = call  # The store may not have it.
     return calls
 
 
-def _start(call_store: Callable[[], None]) -> threading.Thread:
-    """Call the store in a new thread, because its host may not answer. At the exit of the interpreter no thread can
-    start, so call the store in this thread."""
-    thread = threading.Thread(target=call_store, daemon=True)
+def call_store(rank: ThisRank, call: Callable[[], None], seconds: float) -> bool:
+    """Run `call`, which uses the store, in a new thread, because the store may not answer. Return whether `call` has
+    ended within `seconds`. First wait, also up to `seconds`, for an earlier call. At the exit of the interpreter no
+    thread can start, so `call` then runs in this thread."""
+    if not rank.wait_for_report(seconds):
+        return False
+    # Another thread may replace `rank.report_thread` at any time, so this function waits for its own thread.
+    thread = rank.report_thread = threading.Thread(target=call, daemon=True)
     try:
         thread.start()
+        thread.join(seconds)
     except RuntimeError:
-        call_store()
-    return thread
+        call()
+    return not thread.is_alive()
+
+
+def record_at_once(rank: ThisRank, error: str) -> None:
+    """Record an error of this rank and write it to the store. Use it where this rank will not join the collective of
+    the other ranks, or may not survive it: then they can only read the error."""
+    rank.record_error(error)
+    call_store(rank, rank.write_position, READ_SECONDS)
 
 
 def explain(
@@ -170,14 +145,15 @@ def explain(
         return error_class(f"syncbn: another rank failed in {answers[0].description}.\n{errors}")
     if len(answers) == len(calls):
         return None
-    unknown = f"has not answered within {ANSWER_SECONDS:g} s"
+    is_late = rank.store_answers and rank.wait_for_report()
+    unknown = f"has not answered within {ANSWER_SECONDS:g} s" if is_late else STORE_UNKNOWN
     lines = format_by_rank(ranks, [unknown if call is None else f"in {call.description}" for call in calls])
     where = f"{lines}\nWhere the ranks are now:\n{report_positions(rank, wait)}"
-    return RanksDifferError(TITLE_LAYERS + where) if ranks_differ else RuntimeError(TITLE_ARGUMENT + where)
+    return RanksDifferError(TITLE_UNKNOWN + where) if ranks_differ else RuntimeError(TITLE_ARGUMENT + where)
 
 
 def _difference(calls: Sequence[CallReport], can_renumber: bool) -> tuple[str, str, str] | None:
-    """Return how the ranks' calls differ: the title of the error, the format of each rank's line, and the remedy.
+    """Return how the ranks' calls differ: the title of the error, the format of each rank's line, and the causes.
 
     Return None if only instance numbers differ, or if all ranks are in one pass of a layer and a rank has a bad
     argument.
@@ -190,46 +166,54 @@ def _difference(calls: Sequence[CallReport], can_renumber: bool) -> tuple[str, s
     in_one_pass = all_have("layer") and all_have("pass_name")
     if not (in_one_pass and (can_renumber or all_have("instance_number"))):
         line = "in {description}" + "; number {instance_number} of {layer}" * all_have("description")
-        remedy = REMEDY_LAYERS if all_have("pass_name") else REMEDY_PASSES
-        if in_one_pass:
-            remedy = REMEDY_MODELS
-        if {"backward", WITH_GRAPH} <= {call.pass_name for call in calls}:
-            remedy = REMEDY_GRAPHS
-        return TITLE_LAYERS, line, remedy
+        return TITLE_LAYERS, line, MODELS if in_one_pass else _format_causes(_causes_of_mixture(calls))
     if any(call.error for call in calls):  # The error may be the only difference.
         return None
     if not all_have("settings"):
         names = [name for name in calls[0].settings if len({call.settings.get(name) for call in calls}) > 1]
         line = "in {description}, with " + ", ".join(f"{name}={{settings[{name}]}}" for name in names)
-        return "syncbn: the ranks have different settings of a layer.\n", line, REMEDY_SETTINGS
+        return "syncbn: the ranks have different settings of a layer.\n", line, SETTINGS
     if not all_have("dtype"):
         title = "syncbn: the ranks have inputs of different dtypes.\n"
-        return title, "in {description}, with an input of {dtype}", REMEDY_DTYPES
+        return title, "in {description}, with an input of {dtype}", DTYPES
     if all_have("instance_number"):
-        return "syncbn: the ranks differentiate different calls of a layer.\n", "in {description}", REMEDY_BACKWARDS
+        return "syncbn: the ranks differentiate different calls of a layer.\n", "in {description}", BACKWARDS
     return None
+
+
+def _causes_of_mixture(calls: Sequence[CallReport | Position]) -> list[str]:
+    """Return the causes for ranks that are in different layers or passes of one collective, the likeliest first."""
+    if {"backward", WITH_GRAPH} <= {call.pass_name for call in calls}:
+        return [GRAPHS]
+    forwards = [call.call_number for call in calls if call.pass_name == "forward"]
+    backwards = [call.call_number for call in calls if call.pass_name == "backward"]
+    if forwards and backwards and min(forwards) > max(backwards):  # Some ranks have already begun the next forward.
+        return [EXTRA_CALL, OTHER_LAYERS, FEWER_BATCHES]
+    return [OTHER_LAYERS, SOME_RANKS, EXTRA_CALL]
+
+
+def _format_causes(causes: list[str]) -> str:
+    return "\n- ".join(["Possible causes:", *causes]) if len(causes) > 1 else "".join(causes)
 
 
 def is_consequence(departure: str) -> bool:
     """Return whether a rank has left with an error that follows from another rank's end or absence."""
-    return "syncbn: a collective failed" in departure or FAILED_COLLECTIVE.search(departure) is not None
+    return "syncbn: a collective failed" in departure or positions.FAILED_COLLECTIVE.search(departure) is not None
 
 
 def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False) -> str:
-    """Return the positions of the ranks, one line for each position, and the remedy.
+    """Return the positions of the ranks, one line for each position, and the likeliest causes.
 
     `wait` is the collective of syncbn in which this rank waits, or None if it is a collective of the program.
     `has_failed`: the collective has failed, so read the positions again for up to `SETTLE_SECONDS`, until a rank has
     left or ended.
     """
-    ranks, reports = [*range(rank.num_ranks)] if wait is None else wait.ranks(), list[str]()
-    if rank.wait_for_report(READ_SECONDS) and rank.store_answers:  # A slow store may delay the previous report.
-        rank.report_thread = _start(lambda: _read_report(rank, wait, ranks, has_failed, reports))
-        if rank.wait_for_report(READ_SECONDS) and reports:
-            return reports[0]
-    unknown = "not known, as the process group's store does not answer"
+    ranks, reports = [*range(rank.num_ranks)] if wait is None else wait.ranks, list[str]()
+    read = functools.partial(_read_report, rank, wait, ranks, has_failed, reports)
+    if rank.store_answers and call_store(rank, read, READ_SECONDS) and reports:
+        return reports[0]
     line = _describe(rank.position(wait), rank, wait)
-    return format_by_rank(ranks, [line if other == rank.rank else unknown for other in ranks])
+    return format_by_rank(ranks, [line if other == rank.rank else STORE_UNKNOWN for other in ranks])
 
 
 def _read_report(rank: ThisRank, wait: Wait | None, ranks: list[int], has_failed: bool, reports: list[str]) -> None:
@@ -245,7 +229,8 @@ def _read_report(rank: ThisRank, wait: Wait | None, ranks: list[int], has_failed
             positions = _read_positions(rank, wait, ranks)
         lines = [_describe(position, rank, wait) for position in positions]
         lines = _append_ages(lines, [position.time for position in positions])
-        reports.append("\n".join(filter(None, (format_by_rank(ranks, lines), _remedy(positions, wait)))))
+        causes = _format_causes(_causes(positions, wait))
+        reports.append("\n".join(filter(None, (format_by_rank(ranks, lines), causes))))
 
 
 def _read_positions(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list[Position]:
@@ -256,19 +241,25 @@ def _read_positions(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list
         return [Position(*value or ()) for value in rank.read(ranks, "position")]
 
     on_this_host = [position for position in read() if position.host == this_host()]
-    states = {(position.host, position.process): process_state(position.process) for position in on_this_host}
-    layer_calls = [None] * len(ranks)
-    if wait is not None:
-        layer_calls = rank.read(ranks, f"called/{wait.position().group}/{wait.layer_label()}")
-    calls_differ = len({*layer_calls} - {None}) > 1
-    positions = []
-    for other, position, how in zip(ranks, read(), layer_calls, strict=True):
+    states = {(position.host, position.process): positions.process_state(position.process) for position in on_this_host}
+    label = "" if wait is None else wait.layer_label
+    calls = rank.read(ranks, f"called/{label}") if label else [None] * len(ranks)
+    own_call = calls[ranks.index(rank.rank)]
+    read_positions = []
+    for other, position, call in zip(ranks, read(), calls, strict=True):
         if other == rank.rank:  # Its written position may be old, and this rank may be about to leave.
             position = rank.position(wait)._replace(departure="", time=time.time() - (wait.seconds() if wait else 0))
+        if position.departure and position.default_group < rank.default_group:
+            departure = position.departure.replace(HAS_LEFT, MAY_HAVE_LEFT)
+            position = position._replace(sequence_number=0, call_number=0, departure=departure)
         state = "" if position.departure or other == rank.rank else states.get((position.host, position.process), "")
-        layer_call = f"has called {wait.layer_label()} {how}" if wait and calls_differ and how else ""
-        positions.append(position._replace(process_state=state, layer_call=layer_call))
-    return positions
+        # A call of this name may be of another group or another layer, or of a default group that was left.
+        is_same = call and own_call and call[:2] == own_call[:2]
+        is_here = not position.departure or is_consequence(position.departure)
+        layer_call = f"has called {label} {call[2]}" if is_same and is_here else ""
+        read_positions.append(position._replace(process_state=state, layer_call=layer_call))
+    calls_differ = len({position.layer_call for position in read_positions} - {""}) > 1
+    return read_positions if calls_differ else [position._replace(layer_call="") for position in read_positions]
 
 
 def _describe(position: Position, rank: ThisRank, wait: Wait | None) -> str:
@@ -285,7 +276,8 @@ def _describe(position: Position, rank: ThisRank, wait: Wait | None) -> str:
         elsewhere = " on another process group" * (here.group not in ("", position.group))
         place = f"{'' if is_current else 'last seen '}{'in' if is_there else 'after'} {position.description}{elsewhere}"
     error = position.error * (position.departure in ("", HAS_LEFT))  # not if the rank has left with an error
-    parts = place, position.layer_call, error, position.departure, position.process_state
+    mode = "the layer is in evaluation mode now" * position.is_evaluating
+    parts = place, mode, position.layer_call, error, position.departure, position.process_state
     return "; ".join(filter(None, parts)) or "has not been seen"
 
 
@@ -299,24 +291,33 @@ def _append_ages(lines: list[str], times: list[float]) -> list[str]:
     return [f"{line}; written {spans[line]} s ago" if max(ages[line]) > 0 else line for line in lines]
 
 
-def _remedy(positions: list[Position], wait: Wait | None) -> str:
-    """Return the remedy for ranks in these positions; "" if the positions already explain the failure."""
+def _causes(positions: list[Position], wait: Wait | None) -> list[str]:
+    """Return at most three causes for ranks in these positions, the likeliest first; none if the positions already
+    explain the failure."""
     departures = [position.departure for position in positions if not is_consequence(position.departure)]
-    passes = {position.pass_name for position in positions}
-    places = {(position.group, position.sequence_number, position.description) for position in positions}
+    states = [position.process_state for position in positions]
+    places = {(position.pass_name, position.description) for position in positions}
+    here = Position() if wait is None else wait.position()
+    late = [other for other in positions if other.group != here.group or other.sequence_number < here.sequence_number]
     # A late rank may also be in another pass, but then it is in an earlier collective.
     in_one_collective = len({(position.group, position.sequence_number) for position in positions}) == 1
-    rows = (
-        (any(len(departure) > len(HAS_LEFT) for departure in departures), ""),
-        (any(position.error for position in positions), ""),
-        (any(position.layer_call for position in positions), REMEDY_CALLS),
-        (any(position.process_state.endswith(HAS_ENDED) for position in positions), REMEDY_ENDED),
-        (in_one_collective and {"backward", WITH_GRAPH} <= passes, REMEDY_GRAPHS),
-        (HAS_LEFT in departures, REMEDY_PASSES),
-        (any(position.process_state for position in positions), ""),
-        (in_one_collective and {"forward", "backward"} <= passes, REMEDY_PASSES),
-        (wait is None, REMEDY_OUTSIDE),
-        (len(places) == 1, REMEDY_ONE_CALL),
-        (True, REMEDY_LATE + REMEDY_LAYERS),
+    rows: tuple[tuple[object, list[str]], ...] = (
+        ({*departures} - {"", HAS_LEFT, MAY_HAVE_LEFT} or any(position.error for position in positions), []),
+        (any(position.layer_call for position in positions), [CALLS]),
+        (any(state.endswith(HAS_ENDED) for state in states), [ENDED, EXTRA_CALL, OTHER_MODEL]),
+        (in_one_collective and len(places) > 1, _causes_of_mixture(positions)),
+        (HAS_LEFT in departures and here.lacks_grad, [EXTRA_CALL, FEWER_BATCHES]),
+        (HAS_LEFT in departures, [FEWER_BATCHES, EXTRA_CALL, OTHER_LAYERS]),
+        (any(states), [STOPPED]),
+        (wait is None, [OUTSIDE, FEWER_BATCHES, EVALUATION]),
+        (not late, [ONE_CALL]),
+        (any(position.is_evaluating for position in late), [EVALUATION, LATE, FEWER_BATCHES]),
+        (here.lacks_grad, [EXTRA_CALL, LATE, FEWER_BATCHES]),
+        (not any(position.description for position in late), [NOT_CONVERTED, LATE, EXTRA_CALL]),
+        # A late rank whose last call has this number is inside the step. Between two steps its last call has a smaller
+        # number.
+        (any(position.call_number == here.call_number for position in late), [OTHER_LAYERS, LATE, SOME_RANKS]),
+        (2 * len(late) > len(positions), [EXTRA_CALL, LATE, FEWER_BATCHES]),
+        (True, [LATE, FEWER_BATCHES, EXTRA_CALL]),
     )
-    return next(remedy for holds, remedy in rows if holds)
+    return next(causes for holds, causes in rows if holds)

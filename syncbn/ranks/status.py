@@ -97,12 +97,12 @@ class StreamStatus:
         self.group_status.streams[device, stream] = self.group_status.streams[device, None] = self
         self.rank.gpu_statuses.add(self)
 
-    def status_words(self, sequence_number: int) -> StatusWords:
-        """Return the status words for the all_reduce with this sequence number. **Raises** the fault of an earlier
-        total."""
+    def status_words(self, sequence_number: int, call_id: int) -> StatusWords:
+        """Return the status words for the all_reduce with this sequence number; `call_id` is that of `StatusWords`.
+        **Raises** the fault of an earlier total."""
         if self.words[FAULT] or self.group_status.fault is not None:
             raise self.error()
-        return StatusWords(self.host_address, self.device_address, sequence_number)
+        return StatusWords(self.host_address, self.device_address, sequence_number, call_id)
 
     def unfinished(self) -> Collective | None:
         """Return the oldest all_reduce that has begun and not ended, or None."""
@@ -116,12 +116,12 @@ class StreamStatus:
                 self._oldest.start = time.monotonic()
         return self._oldest
 
-    def has_ended(self) -> bool:
-        """Return whether the group has been released, so that no later step can raise a fault."""
-        return self.group_status.group_state.group() is None
-
     def poll(self, is_last: bool = False) -> None:
-        """Warn of non-finite sums, and log a fault that the program has not raised since the previous poll."""
+        """Warn of non-finite sums, and log a fault that the program has not raised since the previous poll. If
+        `is_last`, or if the group has been released, log each fault: no later step can raise it."""
+        if self.group_status.group_state.group() is None:
+            is_last = True
+            self.rank.gpu_statuses.discard(self)
         sequence_number = self.words[LOCAL_NOT_FINITE]
         # A kernel may have set the word before the host has added the all_reduce to `recent`.
         if sequence_number and self.recent and sequence_number <= self.recent[-1].sequence_number:
@@ -155,15 +155,14 @@ class StreamStatus:
                 status.fault.add_note(f"The results of {call.description} and of all later calls are invalid{after}.")
         return status.fault
 
-    def write_report(self, sequence_number: int, error: Exception | None = None) -> report.CallReport:
-        """Write this rank's report of the all_reduce with this sequence number, unless a report has been written.
-        `error`: the argument error of this rank, or None."""
+    def write_report(self, sequence_number: int) -> report.CallReport:
+        """Write this rank's report of the all_reduce with this sequence number, unless a report has been written."""
         status = self.group_status
         with status.lock:
             if status.call is None:
                 collective = self._collective(sequence_number)
                 unknown = report.CallReport(f"all_reduce {sequence_number}")
-                status.call = unknown if collective is None else collective.to_report(error)
+                status.call = unknown if collective is None else collective.to_report()
                 self.rank.write(self._key, status.call)
         return status.call
 

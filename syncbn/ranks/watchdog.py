@@ -2,7 +2,7 @@
 
 | this rank waits in                 | the thread knows it from                                      |
 |------------------------------------|---------------------------------------------------------------|
-| an all_reduce of a layer, on a CPU | the `with` block of its `Collective`                          |
+| an all_reduce of a layer, on a CPU | `ThisRank.waiting`                                            |
 | an all_reduce of a layer, on a GPU | the status words, see status.py, as the host does not wait    |
 
 Collectives of DistributedDataParallel and of the program are not tracked. If the error of such a collective ends the
@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from syncbn.ranks import positions, report
 from syncbn.ranks.positions import HAS_LEFT, Position, ThisRank, Wait
+from syncbn.texts import format_error
+from syncbn.torch_internals import is_compiling
 
 POLL_SECONDS = 1.0  # time between two polls of the thread
 EXIT_SECONDS = 1.0  # at exit: the longest wait for the thread of a report, and for the lock of the position
@@ -54,13 +56,20 @@ def this_rank() -> ThisRank:
         return _ranks[world]
 
 
-def _after_fork() -> None:
+def recorded(error: Exception) -> Exception:
+    """Record `error` at once, and return it. Use it for an error that this rank raises before it can join the
+    all_reduce of the other ranks."""
+    world = dist.group.WORLD
+    if not (is_compiling() or world is None or world in _inherited):
+        with contextlib.suppress(RuntimeError, ValueError):  # of the store, or of a thread that cannot start
+            report.record_at_once(this_rank(), format_error(error))
+    return error
+
+
+def after_fork() -> None:
+    """Mark the default group of the parent process. Later calls of `this_rank` then raise."""
     if dist.group.WORLD is not None:
         _inherited.add(dist.group.WORLD)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _watch(rank: ThisRank, world: ref[dist.ProcessGroup]) -> None:
@@ -90,10 +99,7 @@ def _poll(rank: ThisRank, previous: Position | None) -> Position:
     """Poll the GPUs, write the position of this rank and warn of long waits. Return the position; `previous` is the
     position at the previous poll."""
     for status in [*rank.gpu_statuses]:
-        is_last = status.has_ended()
-        if is_last:
-            rank.gpu_statuses.discard(status)
-        status.poll(is_last)
+        status.poll()
     position = rank.position()
     # A store that grows with each write (FileStore) gets a position only if it was the same at the previous poll.
     if rank.wait_for_report() and not (rank.ended.is_set() or (rank.store_appends and position != previous)):
@@ -109,9 +115,10 @@ def _warn_if_long(rank: ThisRank, wait: Wait) -> None:
     if seconds < wait.next_warning_seconds:
         return
     wait.next_warning_seconds *= 2
-    if wait.ranks().index(rank.rank) < MAX_WARNING_RANKS:
-        where = report.report_positions(rank, wait)
+    if wait.ranks.index(rank.rank) < MAX_WARNING_RANKS:
+        # The wait may end while the report waits for the store, so `waiting` is read first.
         on_gpu = "" if wait in rank.waiting else f", in {wait.position().description} on the GPU; the host may be ahead"
+        where = report.report_positions(rank, wait)
         log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, on_gpu, where)
 
 
@@ -121,7 +128,9 @@ def _on_group_end(rank: ThisRank, watchdog: threading.Thread) -> None:
         return
     rank.failed = positions.failed_collective() is not None
     rank.departure = HAS_LEFT + positions.exit_reason()
-    if rank.wait_for_report(EXIT_SECONDS) and rank.writing.acquire(timeout=EXIT_SECONDS):
+    # All default groups write to one key, so the late end of an old group must not overwrite the newest position.
+    is_newest = all(other.default_group <= rank.default_group for other in [*_ranks.values()])
+    if is_newest and rank.wait_for_report(EXIT_SECONDS) and rank.writing.acquire(timeout=EXIT_SECONDS):
         rank.write_position()
         rank.writing.release()
     rank.ended.set()  # The watchdog then releases the store.

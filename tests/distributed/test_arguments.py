@@ -10,12 +10,13 @@ import sys
 import warnings
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from equal_to_torch import forget_kernels
 from torch import Tensor, nn
-from training import unchanged
+from training import step, unchanged
 from voting import Ranks
 
 import syncbn
@@ -162,6 +163,39 @@ def test_a_bad_argument_in_another_layer(ranks: Ranks) -> None:
         second(GOOD) if ranks.rank else first(GOOD[:, :2])
     context = raised.value.__context__
     assert context is None if ranks.rank else "expected 3 channels" in str(context)
+
+
+FLAGS = {"fuse_relu": False, "channel_last": False, "track_running_stats": True}
+
+
+@pytest.mark.parametrize("value", [torch.tensor([True, False]), torch.tensor(True), "no", None], ids=repr)
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_flag_that_is_not_a_bool(ranks: Ranks, name: str, value: object) -> None:
+    """torch would raise an error for the first value on this rank alone, and "no" would count as True. Also where the
+    layer has trained, so that its kernels are cached."""
+    layer, x = syncbn.SyncBatchNorm(C), torch.randn(C, C, C)
+    text = f"{name} must be a bool, got {value!r} of type {type(value).__name__}; pass a bool"
+    for _ in range(2):
+        if ranks.rank == 0:
+            setattr(layer, name, value)
+        check_refused(ranks, lambda: layer(x), layer, text)
+        setattr(layer, name, FLAGS[name])
+        layer(x)
+    if ranks.rank == 0:
+        setattr(layer, name, value)
+        with pytest.raises(TypeError, match=re.escape(text)):
+            layer.eval()(x)
+
+
+@pytest.mark.parametrize("value", [0, 1, 1.0, np.True_, np.False_, np.int64(1)], ids=repr)
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_flag_that_is_a_number(ranks: Ranks, name: str, value: object) -> None:
+    """It equals a bool on the other ranks."""
+    layer, expected, x = *(syncbn.SyncBatchNorm(C) for _ in range(2)), torch.randn(C, C, C)
+    setattr(layer, name, value if ranks.rank == 0 else bool(value))
+    setattr(expected, name, bool(value))
+    for _ in range(2):
+        torch.testing.assert_close(step(layer, layer, x), step(expected, expected, x), rtol=0, atol=0)
 
 
 def test_errors_need_neither_numpy_nor_the_default_device(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +348,7 @@ def test_a_pruned_layer(ranks: Ranks, compiled: bool) -> None:
     torch.testing.assert_close(run(x), plain(x), rtol=1e-4, atol=1e-4)
     with syncbn.accumulate_running_stats(layer):
         layer(x)
-    assert syncbn.summary(layer)[0][2:6] == (C, ranks.size, 8 * (2 * C + 4), 8 * (2 * C + 4))
+    assert syncbn.summary(layer)[0][2:6] == (C, ranks.size, 8 * (2 * C + 5), 8 * (2 * C + 5))
     torch.testing.assert_close(layer.eval()(x), plain.eval()(x), rtol=0.1, atol=0.1)
 
 

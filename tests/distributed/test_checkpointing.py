@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from training import Checkpointed, CountCollectives, step
 from voting import Ranks
 
 import syncbn
+from syncbn import payload
+from syncbn.ranks import calls, collective, sites
 
 NUM_LAYERS = 2
 
@@ -95,7 +97,7 @@ def test_a_forward_inside_backward_leaves_the_statistics(ranks: Ranks) -> None:
     y = x * 1
     y.register_hook(lambda gradient: layer(x.detach()) * gradient)
     y.sum().backward()
-    assert layer._call_site.num_calls == 1
+    assert layer._syncbn_site.num_calls == 1
     assert layer.num_batches_tracked == 0
     assert not layer.running_mean.any()
 
@@ -106,3 +108,53 @@ def test_compiled(ranks: Ranks) -> None:
         return torch.compile(Checkpointed(inner, use_reentrant=False), backend="aot_eager", fullgraph=True)
 
     check_like_unchecked(block(), wrap, own_input(ranks), tolerance=1e-5)
+
+
+def test_recomputed_calls_in_another_order(ranks: Ranks) -> None:
+    """The recomputed forwards pair, and so do their ids. Only the ids of the first forwards tell the calls apart."""
+    layer = syncbn.SyncBatchNorm(3)
+    for order in ([0, 1], [1, 0]):
+        losses = [checkpoint(layer, torch.randn(4, 3, requires_grad=True), use_reentrant=False).sum() for _ in range(2)]
+        for index in order:
+            losses[index].backward()
+    losses = [checkpoint(layer, torch.randn(4, 3, requires_grad=True), use_reentrant=False).sum() for _ in range(2)]
+    with pytest.raises(RuntimeError, match="the ranks differentiate different calls of a layer"):
+        losses[ranks.rank > 0].backward()
+
+
+def test_what_a_recompute_signs(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward of each recompute is signed. Its backward gets the id of the first forward, or is not signed if the
+    first forward had no node (use_reentrant=True)."""
+    trailers = list[list[float]]()
+
+    def all_reduce(sent: torch.Tensor, *arguments: object) -> torch.Tensor:
+        trailers.append(sent[payload.TRAILER].tolist())
+        return collective.all_reduce(sent, *arguments)
+
+    monkeypatch.setattr(calls, "all_reduce", all_reduce)
+    layer = syncbn.SyncBatchNorm(3)
+    x = torch.randn(4, 3, requires_grad=True)
+    for use_reentrant in (None, False, True):
+        y = layer(x) if use_reentrant is None else checkpoint(layer, x, use_reentrant=use_reentrant)
+        y.sum().backward()
+    n = 4.0
+    signature = layer._syncbn_site.signatures["forward", x.dtype]
+    forwards = [[n, count, 1, signature, signature**2] for count in range(1, 6)]
+    of_backward = layer._syncbn_site.signatures["backward", x.dtype]
+    plain, not_reentrant = ([0, 0, 1, of_backward + call_id, (of_backward + call_id) ** 2] for call_id in (1, 2))
+    expected = [forwards[0], plain, forwards[1], forwards[2], not_reentrant, forwards[3], forwards[4], [0, 0, 0, 0, 0]]
+    assert trailers == expected
+    monkeypatch.setattr(sites, "_is_signing", lambda: False)  # as with SYNCBN_CHECKS=0
+    del trailers[:]
+    layer = syncbn.SyncBatchNorm(3)
+    layer(x).sum().backward()
+    assert trailers == [[n, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def test_kinds_of_checkpointing_differ(ranks: Ranks) -> None:
+    """One rank signs the backward and the other does not, which is no fault."""
+    layer = syncbn.SyncBatchNorm(3)
+    for _ in range(3):
+        x = torch.randn(4, 3, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=ranks.rank > 0).square().sum().backward()
+        assert x.grad.isfinite().all()

@@ -2,7 +2,9 @@
 
 import datetime
 import functools
-from types import SimpleNamespace
+import gc
+import sys
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from training import require_trains_as, small_model
 from voting import Ranks
 
 import syncbn
-from syncbn.ranks import collective, groups, report
+from syncbn import torch_internals
+from syncbn.ranks import calls, collective, report
+from syncbn.ranks.watchdog import this_rank
 
 
 def gather(ranks: Ranks, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -39,7 +43,7 @@ def test_all_ranks_have_the_same_bits(ranks: Ranks, exchanges: bool, use_operato
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # from torch itself
 def test_graphs_of_a_large_group_all_reduce(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "MAX_ALL_TO_ALL_RANKS", ranks.size - 1)
+    monkeypatch.setattr(torch_internals, "MAX_ALL_TO_ALL_RANKS", ranks.size - 1)
     model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
     graphs = AotEagerAndRecordGraphs()
     compiled = torch.compile(model, backend=graphs)
@@ -69,7 +73,7 @@ def test_gloo_groups_of_up_to_16_ranks_use_all_to_all(
     monkeypatch: pytest.MonkeyPatch, size: int, config: str, expected: bool
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert groups.all_to_all_size(SimpleNamespace(size=lambda: size)) == size * expected
+    assert torch_internals.all_to_all_size(SimpleNamespace(size=lambda: size)) == size * expected
 
 
 @pytest.mark.two_ranks
@@ -82,3 +86,42 @@ def test_ranks_with_payloads_on_both_sides_of_64_kb_report_their_channels(
     layer = syncbn.SyncBatchNorm1d(4090 + 10 * ranks.rank, device=ranks.device, process_group=group)
     with pytest.raises(RuntimeError, match=r"with 4090 channels over ranks 0-1(; .*)?\nrank 1: .* with 4100 channels"):
         layer(torch.randn(2, layer.num_features, device=ranks.device))
+
+
+@pytest.mark.two_ranks
+def test_an_interrupt_leaves_no_collective_that_is_over(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises KeyboardInterrupt at the entry of a Python function or after a call of C: interrupt at each.
+
+    The ranks do not communicate, as they would wait for one another."""
+    layer, x = syncbn.SyncBatchNorm1d(3, device=ranks.device), torch.randn(4, 3, device=ranks.device)
+    layer(x)
+    monkeypatch.setattr(calls, "all_reduce", lambda payload, *_: payload)
+    remaining = 0
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal remaining
+        remaining -= event in ("call", "c_return")
+        if remaining == 0:
+            raise KeyboardInterrupt
+
+    def was_interrupted(after: int) -> bool:
+        nonlocal remaining
+        remaining = after
+        try:
+            sys.setprofile(interrupt)
+            layer(x)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    gc.disable()
+    try:
+        after = 1
+        while was_interrupted(after):
+            assert not this_rank().waiting, after
+            after += 1
+    finally:
+        gc.enable()
+    assert after > 30

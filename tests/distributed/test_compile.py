@@ -11,11 +11,12 @@ import voting
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
 from torch.nn.parallel import DistributedDataParallel
-from training import step
+from training import step, unchanged
 from voting import Ranks
 
 import syncbn
 from syncbn.kernels import available
+from syncbn.ranks.groups import GlobalRanks
 
 pytestmark = pytest.mark.compiles
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,6 +130,40 @@ def test_an_int_before_there_is_a_group(ranks: Ranks, is_full: bool) -> None:
     torch.testing.assert_close(compiled(x), copy.deepcopy(layer)(expected))
 
 
+@pytest.mark.parametrize("is_full", [True, False])
+@pytest.mark.parametrize("why", ["destroyed", "unpickled", "outside", "not made"])
+def test_a_group_that_does_not_exist(ranks: Ranks, why: str, is_full: bool) -> None:
+    """A compiled call raises the error of an eager call. With another group the layer compiles, as if it had not
+    failed, also where the first call broke the graph."""
+    layer, x = syncbn.SyncBatchNorm(1).to(ranks.device), own_input(ranks) + ranks.rank
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=is_full)
+    compiled(x)
+    specs = {
+        "destroyed": dist.new_group([*range(ranks.size)]) if why == "destroyed" else None,
+        "unpickled": GlobalRanks((0, 97)),
+        "outside": dist.GroupMember.NON_GROUP_MEMBER,
+        "not made": ranks.size,
+    }
+    layer.process_group = specs[why]
+    words = {
+        "destroyed": "was destroyed, or no such group exists here; create the group",
+        "unpickled": "was destroyed, or no such group exists here; create the group",
+        "outside": "this rank is not in .*; set layer.process_group on each rank",
+        "not made": "needs new groups, which cannot be made inside a compiled graph",
+    }
+    if why == "destroyed":
+        compiled(x)
+        voting.world.leave()  # Without a default group the layer must not train on its own, either.
+    for _ in range(2):
+        with unchanged(layer), pytest.raises((RuntimeError, ValueError), match=words[why]):
+            compiled(x)
+    if why == "destroyed":
+        voting.world.enter()
+    layer.process_group = None
+    for _ in range(2):
+        torch.testing.assert_close(step(compiled, layer, x)["output"], step(layer, layer, x)["output"])
+
+
 def test_masks_in_bfloat16(ranks: Ranks) -> None:
     """No shape depends on the values of the mask, so nothing breaks the graph."""
     eager, x = syncbn.SyncBatchNorm2d(1, fuse_relu=True).to(ranks.device), own_input(ranks).bfloat16()
@@ -172,7 +207,7 @@ def test_one_all_reduce_each_way(ranks: Ranks) -> None:
         name = "all_to_all_single" if ranks.device.type == "cpu" else "all_reduce"  # see ranks/collective.py
         assert collectives == [f"_c10d_functional.{name}.default"]
         if HAS_OPERATORS:
-            assert {f"syncbn.{way}_sums_v3.default", f"syncbn.{way}_outputs_v3.default"} <= {*called}
+            assert {f"syncbn.{way}_sums_v4.default", f"syncbn.{way}_outputs_v4.default"} <= {*called}
 
 
 def test_a_bad_input_behind_a_graph_break(ranks: Ranks) -> None:

@@ -44,6 +44,15 @@ def test_a_training_step_reads_no_value(ranks: Ranks, name: str, masked: bool) -
 
 
 @pytest.mark.two_ranks
+def test_a_bad_argument_of_fake_tensors(ranks: Ranks) -> None:
+    """As without a group. Every rank has it: one rank alone may run FakeTensors, and sends nothing."""
+    with FakeTensorMode():
+        layer = syncbn.SyncBatchNorm(4)
+        with pytest.raises(ValueError, match="expected 4 channels in dim 1 of the input, got 3"):
+            layer(torch.randn(2, 3, 5))
+
+
+@pytest.mark.two_ranks
 def test_the_functional_forms_read_no_value(ranks: Ranks) -> None:
     with FakeTensorMode():
         x = torch.randn(2, 3, 4, requires_grad=True)

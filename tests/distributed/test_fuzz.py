@@ -22,7 +22,7 @@ from training import unchanged
 from voting import Ranks, vote
 
 import syncbn
-from syncbn.ranks.reduction import resolve
+from syncbn.ranks.calls import resolve
 
 SUMS = TOLERANCE | dict.fromkeys((torch.bfloat16, torch.float16), 1e-6)  # whose terms are added in float32 for a while
 ROUNDINGS = TOLERANCE | {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}  # several

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import voting
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from training import unchanged
-from voting import Ranks
+from voting import Ranks, Reports
 
 import syncbn
+from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_stats
 from syncbn.ranks import groups
 from syncbn.ranks.groups import GlobalRanks
 
@@ -66,7 +68,8 @@ def test_the_group_of_an_int_is_created_once(ranks: Ranks) -> None:
 def test_an_int_given_before_init_process_group_becomes_a_group_in_the_first_training_forward(ranks: Ranks) -> None:
     """Also if the default group was another; 1 needs no group. test_compile.py has compiled layers."""
     alone = [layer_of(1, ranks)]
-    everyone = [layer_of(spec, ranks) for spec in (None, ranks.size, dist.group.WORLD)]
+    everyone = [layer_of(spec, ranks) for spec in (None, ranks.size)]
+    of_first_group = layer_of(dist.group.WORLD, ranks)
     voting.world.leave()
     alone.append(layer_of(1, ranks))
     everyone += [layer_of(ranks.size, ranks), layer_of(ranks.size, ranks)]
@@ -78,6 +81,8 @@ def test_an_int_given_before_init_process_group_becomes_a_group_in_the_first_tra
     for layer in everyone:
         assert all_share(layer, ranks)
         assert groups.lookup(layer._process_group) is dist.group.WORLD
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        of_first_group(batch(ranks))
 
 
 @pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,cuda:gloo", None])
@@ -98,13 +103,17 @@ def test_summary_names_group_payload_and_last_step(ranks: Ranks) -> None:
     """test_compile.py has graphs."""
     model = nn.Sequential(layer_of(None, ranks), layer_of(1, ranks))
     row, alone = syncbn.summary(model)
-    num_bytes = 8 * (2 * C + 4)
+    num_bytes = 8 * (2 * C + 5)
     assert row == ("0", "SyncBatchNorm", C, ranks.size, num_bytes, num_bytes, "none yet")
     assert alone == ("1", "SyncBatchNorm", C, 1, 0, 0, "none yet")
     model(batch(ranks))
-    assert syncbn.summary(copy.deepcopy(model).to("meta"))[0].last_step == "none yet"
-    steps = [row.last_step for row in syncbn.summary(model)]
-    assert steps == [f"synchronised over {ranks.size} ranks", "not synchronised"]
+    expected = [f"synchronised over {ranks.size} ranks", "not synchronised"]
+    for trained in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [row.last_step for row in syncbn.summary(trained)] == expected
+    loaded = layer_of(None, ranks)
+    loaded.load_state_dict(model[0].state_dict())
+    assert syncbn.summary(loaded)[0].last_step == "not known"  # num_batches_tracked is 1
+    assert syncbn.summary(loaded.to("meta"))[0].last_step == "none yet"
     assert str(syncbn.summary(model)).endswith(f"\nkernels: {syncbn.kernels.available()}")
 
 
@@ -138,8 +147,8 @@ def test_copies_share_the_group_and_pickles_find_one_of_the_same_ranks(ranks: Ra
     assert copied[0].process_group is model[0].process_group is group
     for layer in (*copied, *pickled):
         assert all_share(layer, ranks)
-    reloaded = pickle.loads(pickle.dumps(pickled))
-    assert syncbn.summary(reloaded)[0].last_step == "not known"  # num_batches_tracked is 1
+    pickled_again = pickle.loads(pickle.dumps(pickled))
+    assert all(layer._syncbn_site is None for layer in pickled_again)  # a site holds a group, which cannot be pickled
 
 
 def test_a_second_conversion_keeps_the_group_unless_one_is_given(ranks: Ranks) -> None:
@@ -210,6 +219,68 @@ def test_a_layer_whose_group_was_destroyed_does_not_train_alone(ranks: Ranks, al
     if all_groups:
         voting.world.enter()
     layer.process_group = None
+    assert all_share(layer, ranks)
+
+
+def test_another_group_of_the_same_ranks_does_not_replace_a_destroyed_group(ranks: Ranks) -> None:
+    """Other ranks may not have destroyed the group, and would wait in it. A layer unpickled later may use any group."""
+    group, later = (dist.new_group(list(range(ranks.size))) for _ in range(2))
+    layer = layer_of(group, ranks)
+    pickled_before = pickle.loads(pickle.dumps(layer))
+    assert pickled_before.process_group is dist.group.WORLD
+    assert all_share(layer, ranks)
+    dist.barrier()  # otherwise a rank may leave the group while another still connects to it
+    dist.destroy_process_group(group)
+    copied, pickled = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+    for destroyed in (layer, copied, layer):  # also after the first error
+        with unchanged(destroyed), pytest.raises(RuntimeError, match="was destroyed"):
+            destroyed(batch(ranks))
+    layer.process_group = later
+    for existing in (layer, pickled_before, pickled):
+        assert all_share(existing, ranks)
+
+
+def destroyed_layer(ranks: Ranks) -> syncbn.SyncBatchNorm:
+    """Return a layer whose group rank 1 has destroyed."""
+    group = dist.new_group(list(range(ranks.size)))
+    layer = layer_of(group, ranks)
+    dist.barrier()
+    if ranks.rank == 1:
+        dist.destroy_process_group(group)
+    return layer
+
+
+Call = Callable[[Tensor], object]
+# The call of rank 1, built on all ranks, and its error.
+CALLS_WITHOUT_GROUP: dict[str, tuple[Callable[[Ranks], Call], str]] = {
+    "function": (
+        lambda ranks: lambda x: sync_batch_norm(x, None, None, training=True, process_group=0),
+        "ValueError: process_group=0",
+    ),
+    "statistics": (lambda ranks: lambda x: sync_batch_stats(x, "world"), "TypeError: process_group must be None"),
+    "backward": (
+        lambda ranks: lambda x: batch_norm_backward(x, x, x[0], x[0], process_group=True),
+        "TypeError: process_group must be None",
+    ),
+    "constructor": (lambda ranks: lambda x: layer_of(-1, ranks), "ValueError: process_group=-1"),
+    "size": (lambda ranks: lambda x: syncbn.create_syncbn_process_group(-2), "ValueError: group_size must be an int"),
+    "destroyed group": (destroyed_layer, r"RuntimeError: the layer's process_group \(ranks .*\) was destroyed"),
+    "group without this rank": (
+        lambda ranks: layer_of(dist.new_group([0]), ranks),
+        "ValueError: this rank is not in the layer's process_group",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_WITHOUT_GROUP)
+def test_ranks_that_wait_read_why_another_rank_finds_no_group(ranks: Ranks, reports: Reports, name: str) -> None:
+    """Rank 1 raises before it knows in which group the other ranks wait; in this test rank 1 joins them later."""
+    build, text = CALLS_WITHOUT_GROUP[name]
+    call, layer = build(ranks), layer_of(None, ranks)
+    if ranks.rank == 1:
+        with pytest.raises((RuntimeError, TypeError, ValueError)):
+            call(batch(ranks))
+        reports.wait_for(rf"rank 1: (.*; )?has raised {text}.*\n(rank.*\n)*\Z")  # and no cause of a late rank follows
     assert all_share(layer, ranks)
 
 

@@ -3,14 +3,17 @@
 test_derivatives.py has the derivatives of sync_batch_stats.
 """
 
+import copy
 import functools
 from collections import OrderedDict
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from subclasses_of_batchnorm import BatchNormAct2d
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from training import CountCollectives, unchanged
 from voting import Ranks
@@ -19,6 +22,7 @@ import syncbn
 from syncbn.functional import sync_batch_norm, sync_batch_stats
 
 CHANNELS = 3
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the faulty rank raises alone")
 
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
@@ -123,18 +127,73 @@ class OtherStatistics(nn.BatchNorm2d):
         return F.batch_norm(x, *running[self.passes], self.weight, self.bias, self.training, self.momentum, self.eps)
 
 
+OTHER_STATISTICS = "this call updates running statistics that are not those which the layer had when"
+
+
 @pytest.mark.parametrize("on_one_rank", [False, True])
 @pytest.mark.parametrize("passes", ["own", "an inner layer's", "one own", "slices"])
 def test_other_running_statistics_are_refused(ranks: Ranks, passes: str, on_one_rank: bool) -> None:
     """Every rank raises with the layer's name before any statistics move."""
     model = nn.Sequential(OrderedDict(norm=OtherStatistics(CHANNELS))).to(ranks.device, torch.float64)
     syncbn.convert_syncbn_model(model).norm.passes = "inherited" if on_one_rank and ranks.rank else passes
-    message = r"norm(:| forward(.|\n)*ranks? 0.*: ValueError:) forward\(\) passes running statistics to F.batch_norm"
+    message = rf"norm(:| forward(.|\n)*ranks? 0.*: ValueError:) {OTHER_STATISTICS}"
     if ranks.device.type == "cuda" and on_one_rank:
         pytest.skip("on GPUs the other ranks raise at a later call")
     raises = pytest.raises((ValueError, RuntimeError), match=message)
     with unchanged(model), raises, syncbn.accumulate_running_stats(model):
         model(own_part(ranks, 0))
+
+
+@on_cpu
+@pytest.mark.parametrize("on_one_rank", [False, True])
+@pytest.mark.parametrize("passed", ["all", "running_mean", "running_var", "num_batches_tracked"])
+def test_buffers_of_functional_call_are_refused(ranks: Ranks, passed: str, on_one_rank: bool) -> None:
+    """The block would update the module's buffers, not the caller's. Without a block functional_call updates the
+    caller's buffers."""
+    model = nn.Sequential(layer_of(ranks))
+    others = {name: buffer.clone() for name, buffer in model.named_buffers() if passed in ("all", name.split(".")[1])}
+    passes = ranks.rank == 0 or not on_one_rank
+    message = OTHER_STATISTICS if passes else rf"rank 0: ValueError: {OTHER_STATISTICS}"
+    raises = pytest.raises((ValueError, RuntimeError), match=message)
+    with unchanged(model), raises, syncbn.accumulate_running_stats(model):
+        functional_call(model, others if passes else {}, own_part(ranks, 0))
+    functional_call(model, others, own_part(ranks, 0))
+    assert "0.running_mean" not in others or others["0.running_mean"].any()
+
+
+def test_functional_call_may_replace_parameters(ranks: Ranks) -> None:
+    """functional_call may also pass the module's own buffers."""
+    model = nn.Sequential(layer_of(ranks))
+    replaced = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
+    with syncbn.accumulate_running_stats(model):
+        for index in range(2):
+            functional_call(model, replaced | dict(model.named_buffers()), own_part(ranks, index))
+    close(model[0].running_mean, 0.1 * values_of_all(ranks, 0, 1).mean(0))
+
+
+@pytest.mark.parametrize("trains", ["in the block", "after the block"])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_made_in_a_block(ranks: Ranks, copied: Callable[[nn.Module], nn.Module], trains: str) -> None:
+    """copy.copy shares buffers, so the batches of both layers count as one in the block. A deep copy trains by itself.
+    After the block both layers update their statistics in each call."""
+    layer = layer_of(ranks, momentum=None)
+    with syncbn.accumulate_running_stats(layer):
+        other = copied(layer)
+        layer(own_part(ranks, 0))
+        if trains == "in the block":
+            other(own_part(ranks, 1))
+    if trains == "after the block":
+        other(own_part(ranks, 1))
+    last = values_of_all(ranks, 1).mean(0)
+    if other.running_mean is not layer.running_mean:
+        expected = last
+    elif trains == "in the block":
+        expected = values_of_all(ranks, 0, 1).mean(0)
+    else:
+        expected = (values_of_all(ranks, 0).mean(0) + last) / 2
+    close(other.running_mean, expected)
+    with syncbn.accumulate_running_stats(other):
+        other(own_part(ranks, 2))
 
 
 # sync_batch_stats
@@ -200,7 +259,7 @@ def test_one_rank_sends_nothing_and_a_recompute_sends_the_forward_again(ranks: R
     assert counted.total == 3
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the faulty rank raises alone")
+@on_cpu
 def test_ranks_that_call_different_functions_are_named(ranks: Ranks) -> None:
     x = torch.randn(4, CHANNELS)
     with pytest.raises(RuntimeError, match=r"in sync_batch_norm forward(.|\n)*in sync_batch_stats forward"):

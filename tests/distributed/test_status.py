@@ -24,7 +24,7 @@ from voting import Ranks, Reports
 
 import syncbn
 from syncbn.kernels.interface import ENDED, FAULT, RANKS_DIFFER
-from syncbn.ranks import reduction, report, status, watchdog
+from syncbn.ranks import calls, report, status, watchdog
 from syncbn.ranks.report import RanksDifferError
 
 pytestmark = [
@@ -51,12 +51,12 @@ def model(player: Player) -> Model:
 @pytest.fixture
 def use_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Let the layers run on the stream with this number from now on; on None, which captures a CUDA graph."""
-    return lambda stream: monkeypatch.setattr(reduction, "stream_handle", lambda device: stream)
+    return lambda stream: monkeypatch.setattr(calls.internals, "stream_handle", lambda device: stream)
 
 
 def statuses(layer: syncbn.SyncBatchNorm) -> dict[int | None, status.StreamStatus]:
     """The status of the layer's group on each stream; None is the one that a capture borrows."""
-    return {stream: one for (_, stream), one in status.status_of(layer._call_site.group_state).streams.items()}
+    return {stream: one for (_, stream), one in status.status_of(layer._syncbn_site.group_state).streams.items()}
 
 
 def text_of(call: Callable[[], object], error: type[Exception]) -> str:
@@ -115,6 +115,18 @@ def test_without_signatures(
     assert "rank 0: TypeError: expected a float16" in text_of(lambda: model(X), TypeError)
 
 
+def test_backwards_of_other_calls(ranks: Ranks, model: Model) -> None:
+    """They are a fault. It is none that a rank has counted more calls, as after errors that it alone has raised."""
+    if ranks.rank == 0:
+        model.bn1._syncbn_site.num_calls += 7
+    for order in ([0, 1], [1, 0], [ranks.rank]):
+        losses = [model.bn1(X).square().sum() for _ in range(2)]
+        for index in order:
+            losses[index].backward()
+    text = text_of(lambda: model(X), RanksDifferError)
+    assert "the ranks differentiate different calls of a layer" in text
+
+
 def test_one_value_per_channel(ranks: Ranks, model: Model) -> None:
     """With one rank the host knows the number of values and raises at once. sync_batch_stats accepts one value."""
     message = "Expected more than 1 value per channel when training, got 1 over all ranks"
@@ -161,7 +173,7 @@ def test_a_fault_in_a_replay(ranks: Ranks, model: Model) -> None:
     """A captured graph stores the layer and the pass, not a number. The next eager call raises."""
     layer = model.bn1 if ranks.rank else model.bn2
     statuses(layer)[None].words[FAULT] = (
-        status.captured_sequence_number(layer._call_site, "backward") * 4 + RANKS_DIFFER
+        status.captured_sequence_number(layer._syncbn_site, "backward") * 4 + RANKS_DIFFER
     )
     text = text_of(lambda: model(X), RanksDifferError)
     assert "rank 0: in bn2 backward, in a CUDA graph" in text
@@ -190,7 +202,7 @@ def test_a_status_that_cannot_be_made(
     for _ in range(before):  # so that kernels are cached
         layer(X)
     use_stream(7)
-    monkeypatch.setattr(reduction, "StreamStatus", mock.Mock(side_effect=RuntimeError("no pinned memory")))
+    monkeypatch.setattr(calls, "StreamStatus", mock.Mock(side_effect=RuntimeError("no pinned memory")))
     with pytest.raises(RuntimeError, match="no pinned memory"):
         layer(X)
     assert watchdog.this_rank().position().error == "has raised RuntimeError: no pinned memory"
@@ -230,7 +242,7 @@ def test_a_rank_that_does_not_answer(ranks: Ranks, model: Model, monkeypatch: py
     """The error names that rank, and reports where all ranks are."""
     monkeypatch.setattr(report, "ANSWER_SECONDS", 0.5)
     if ranks.rank == 0:
-        statuses(model.bn1)[None].words[FAULT] = model.bn1._call_site.group_state.num_collectives * 4 + RANKS_DIFFER
+        statuses(model.bn1)[None].words[FAULT] = model.bn1._syncbn_site.group_state.num_collectives * 4 + RANKS_DIFFER
         text = text_of(lambda: model(X), RanksDifferError)
         assert "rank 0: in bn1 backward, call 1\nrank 1: has not answered within 0.5 s\nWhere the ranks are" in text
     dist.barrier()
@@ -244,7 +256,7 @@ def test_several_groups(ranks: Ranks, model: Model) -> None:
     for _ in range(3):
         other(X).sum().backward()
     assert alone(X).isfinite().all()
-    assert alone._call_site is None
+    assert alone._syncbn_site is None
     assert statuses(other.bn1).keys() == {0, None}
 
 

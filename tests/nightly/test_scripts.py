@@ -6,6 +6,7 @@ from pathlib import Path
 import gpu_run
 import pytest
 import run_tests
+from break_places import draw
 from jobs import run_on_ranks, run_script
 
 ROOT = Path(__file__).parents[2]
@@ -13,28 +14,25 @@ SCRIPTS = ROOT / "scripts"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "script", "printed"),
+    ("ranks", "script", "output"),
     [
         (2, "bench.py --rounds 2 --dtypes float32 bfloat16 --shapes 4x8x6x6 2x7x12", "2x7x12 bfloat16 channels last"),
         (2, "bench.py steps --rounds 1 --scale 0.15 --channels-last --own-group --models segmentation", "own group"),
         (1, "bench.py kernels --shapes 4x8x6x6 --rounds 2", "4x8x6x6 bfloat16 channels last"),
-        (1, "bench.py launches --rounds 1", "syncbn with a group"),
         (1, "accuracy.py", "mean 1e4, std 1"),
         (2, "soak.py --minutes 0.02", " rounds in "),
     ],
 )
-def test_script(ranks: int, script: str, printed: str, tmp_path: Path) -> None:
+def test_script_prints_its_results(ranks: int, script: str, output: str, tmp_path: Path) -> None:
     name, *settings = script.split()
-    if "launches" in settings:
-        pytest.importorskip("triton")
-    elif name == "bench.py":
+    if name == "bench.py":
         settings += ["--output", str(tmp_path)]
     command = SCRIPTS / name, *settings
-    assert printed in (run_script(*command) if ranks == 1 else run_on_ranks(ranks, *command))
+    assert output in (run_script(*command) if ranks == 1 else run_on_ranks(ranks, *command))
 
 
-def test_a_dry_run_of_gpu_sh(tmp_path: Path) -> None:
-    """Parts pass or are skipped, such as the sanitizer, and those of Triton if it is not installed."""
+def test_dry_run_of_gpu_sh_passes(tmp_path: Path) -> None:
+    """Parts may be skipped: compute-sanitizer is not installed, and Triton may be missing."""
     run_script(SCRIPTS / "gpu_run.py", "--dry-run", "--output", tmp_path)
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert parts.keys() == gpu_run.PARTS.keys()
@@ -43,10 +41,23 @@ def test_a_dry_run_of_gpu_sh(tmp_path: Path) -> None:
         assert (ROOT / f"tests/distributed/test_{name}.py").exists()
 
 
-def test_a_failure_fails_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_test_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_tests, "LOGS", tmp_path)
     (tmp_path / "none.ini").touch()
     (tmp_path / "test_cases.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
     pytest_here = f"{run_tests.PYTEST} -c {tmp_path / 'none.ini'}"
     for name, passes in (("good", True), ("none", True), ("bad", False)):
-        assert run_tests.run([run_tests.Part(name, pytest_here, [str(tmp_path), "-k", name])]) == passes
+        assert run_tests.run([run_tests.Part(name, pytest_here, str(tmp_path), "-k", name)]) == passes
+
+
+def test_mutations_change_one_line_and_python_still_compiles() -> None:
+    """A seed draws the same mutations each time, ten of each area."""
+    mutations = draw(40)
+    assert mutations == draw(40) != draw(41)
+    assert len({mutation.area for mutation in mutations}) == 4 == len(mutations) / 10
+    for mutation in mutations:
+        lines = (ROOT / mutation.file).read_text().splitlines()
+        assert lines[mutation.line - 1] == mutation.old != mutation.new
+        lines[mutation.line - 1] = mutation.new
+        if mutation.file.endswith(".py"):
+            compile("\n".join(lines), mutation.file, "exec")
