@@ -10,6 +10,6 @@ from syncbn.layer import SyncBatchNorm2d as SyncBatchNorm2d
 from syncbn.layer import SyncBatchNorm3d as SyncBatchNorm3d
 from syncbn.layer import accumulate_running_stats as accumulate_running_stats
 from syncbn.ranks.groups import create_syncbn_process_group as create_syncbn_process_group
-from syncbn.summary import summary as summary
+from syncbn.summaries import summary as summary
 
 __version__ = "0.1.0"  # pyproject.toml reads the version from this line.

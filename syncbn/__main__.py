@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import syncbn
-from syncbn.summary import table
+from syncbn.summaries import table
 from syncbn.testing import TOLERANCES, differences, unequal
 
 VARIABLES = ("SYNCBN_KERNELS", "SYNCBN_CHECKS", "OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

@@ -53,7 +53,7 @@ def unsynchronised(model: nn.Module) -> list[LocalLayer]:
     for name, module in model.named_modules():
         remedy = _remedy(module)
         if remedy in (None, CUSTOM) and not isinstance(module, SyncBatchNorm):
-            if type(module) in calling:
+            if type(module) in calling and "weight" not in module._buffers:  # else a frozen batch norm
                 remedy = CALLS_FUNCTION
             elif any(_remedy(part) == CONVERTIBLE and part.training for part in _unregistered(module) - modules):
                 remedy = UNREGISTERED

@@ -141,6 +141,13 @@ def test_conversion_and_summary_name_the_module_and_the_remedy() -> None:
     assert str(syncbn.summary(model["stores"])) == f"not synchronised: 1 StoresStatistics (the model): {CALLS_FUNCTION}"
 
 
+def test_a_frozen_batch_norm_is_not_named() -> None:
+    """As detectron2's, which calls F.batch_norm with training=False: its weight is a buffer."""
+    frozen = class_with(forward=MAX_NAMED[-1])()
+    frozen.weight = nn.Buffer(torch.ones(3))
+    assert not syncbn.unconverted.unsynchronised(frozen)
+
+
 def test_classes_of_torch_and_converted_layers_are_not_named() -> None:
     """Pytest makes warnings errors."""
     assert not any(map(calls_batch_norm, (nn.BatchNorm2d, nn.SyncBatchNorm, CallsSuper2d, syncbn.SyncBatchNorm2d)))

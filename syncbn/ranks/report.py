@@ -33,7 +33,7 @@ LATE = "A rank is late, for example because it loads data, compiles, saves a che
 EVALUATION = "One rank alone has called model.eval(): call model.train() to train, and evaluate with ddp.module(x)."
 NOT_CONVERTED = "A rank has not called convert_syncbn_model(model), or runs a compiled model, which is not reported."
 EXTRA_CALL = "A rank has called the model once more, for example to validate or profile it: call model.eval() first."
-FEWER_BATCHES = "A rank has fewer batches: give all ranks the same number, or let that rank go on with images[:0]."
+FEWER_BATCHES = "A rank has fewer batches: give all ranks equally many, or let it go on with empty batches, images[:0]."
 OTHER_LAYERS = (
     "A rank has left out a layer or a backward, or calls layers in another order: call the same layers in the same "
     "order on every rank, and for each missing call write loss = loss + layer(x[:0]).sum()."
