@@ -1,4 +1,4 @@
-"""For every test: one thread, and what a kernel leaves unwritten holds NaN. And each back end in turn."""
+"""Settings of all tests: one thread, and NaN in memory that a kernel leaves unwritten. A fixture with each back end."""
 
 import gc
 import importlib.metadata
@@ -17,37 +17,41 @@ import torch.distributed as dist
 from syncbn import testing
 from syncbn.kernels import cpu, reference
 
-# Without it matrix products on a GPU raise under use_deterministic_algorithms. cuBLAS reads it when it starts.
+# Without this variable matrix products on a GPU raise under use_deterministic_algorithms. cuBLAS reads it at its start.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=2, help="how often test_crashes.py kills a rank (default: 2)")
-    parser.addoption("--fuzz-cases", type=int, default=100, help="programs that test_fuzz.py draws (default: 100)")
-    parser.addoption("--fuzz-seed", type=int, default=0, help="which (default: 0)")
-    parser.addoption("--large", action="store_true", help="run tests that take many GB too")
+    parser.addoption(
+        "--fuzz-cases", type=int, default=100, help="number of programs that test_fuzz.py draws (default: 100)"
+    )
+    parser.addoption("--fuzz-seed", type=int, default=0, help="seed of the programs (default: 0)")
+    parser.addoption("--large", action="store_true", help="also run tests that need many GB")
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector passes over what is imported by now: else it takes a tenth of the time on ranks."""
+    """Exclude imported objects from garbage collection, which takes a tenth of the time on ranks otherwise."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def settings_of_torch() -> Iterator[None]:
-    torch.set_num_threads(1)  # two cores are shared by up to four ranks
-    torch.backends.cudnn.allow_tf32 = False  # it has 10 bits, and makes of one rounding error 1,000 times as much
-    assert torch.utils.deterministic.fill_uninitialized_memory  # by deterministic algorithms, with NaN
+    torch.set_num_threads(1)  # up to four ranks share two cores
+    torch.backends.cudnn.allow_tf32 = False  # TF32 has 10 bits, so its rounding errors are 1,000 times larger
+    assert torch.utils.deterministic.fill_uninitialized_memory  # with NaN, under deterministic algorithms
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out two things that take half of the time of Triton's interpreter and change nothing: the search for an
-    overflow in each integer operation, whose answer is dropped as `debug` is off; and the patching of Triton's language
-    in each call of a function, as the launch has patched it."""
+    """Skip two steps that take half of the time of Triton's interpreter and change no result.
+
+    They are the overflow check of each integer operation, whose result is ignored without `debug`, and the patching of
+    Triton's language in each function call, because the launch has patched it.
+    """
     import triton.language
     from triton.runtime import interpreter
 
@@ -57,14 +61,14 @@ def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
     call = lambda function, *args, **kwargs: function.rewrite()(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
-    # The launch patches the modules in a kernel's globals; for Triton's own functions it must find `core` there.
+    # The launch patches the modules in a kernel's globals. For Triton's own functions `core` must be among them.
     for module in (gpu_channels, gpu_tiles):
         monkeypatch.setattr(module, "core", triton.language.core, raising=False)
 
 
 @pytest.fixture(params=["reference", "chunks", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Each back end; within the test new tensors are on its device. Triton's runs on CPUs too, interpreted."""
+    """Return each back end. New tensors are on its device. On a CPU Triton's interpreter runs the kernels."""
     if request.param != "triton":
         if request.param in ("cpu", "operators") and (reason := cpu.load()):
             pytest.skip(reason)
@@ -80,10 +84,10 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not (interpreted or torch.cuda.is_available()):
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
-    if interpreted and importlib.metadata.version("triton").startswith("3.6."):  # others may have other names
+    if interpreted and importlib.metadata.version("triton").startswith("3.6."):  # other versions may have other names
         interpret_faster(monkeypatch)
     with torch.device("cpu" if interpreted else "cuda"), warnings.catch_warnings():
-        # NumPy's, in the interpreter: of infinities; of scalars
+        # NumPy warns of infinities and scalars in the interpreter.
         warnings.simplefilter("ignore", RuntimeWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         yield importlib.import_module("syncbn.kernels.gpu")
@@ -91,7 +95,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def ranks_start_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of syncbn.testing, by forking a process that has imported what they need."""
+    """Start the ranks of syncbn.testing by forking a process that has imported the modules that they need."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "syncbn.testing"])
     monkeypatch.setattr(testing, "START_METHOD", "forkserver")
 
@@ -101,7 +105,7 @@ GROUP_TIMEOUT = timedelta(seconds=77)
 
 @pytest.fixture
 def group_of_one() -> Iterator[dist.ProcessGroup]:
-    """The default group, of this process alone."""
+    """Create a default group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Compares a layer with torch's, forgets cached kernels, and makes tensors that must be copied."""
+"""Compare a layer with torch's, clear the caches of kernels, and create tensors that kernels must copy."""
 
 import copy
 from collections.abc import Callable
@@ -49,6 +49,7 @@ def as_torch(run: Callable[[Any], Any], layer_class: Any = nn.BatchNorm2d, **tol
 
 
 def with_gaps(tensor: Tensor) -> Tensor:
+    """Return the same values in memory that is not dense."""
     return torch.stack((tensor, tensor), -1)[..., 0]
 
 

@@ -1,6 +1,6 @@
-"""Programs that tests start: the examples, under torchrun, or without it on ranks that start faster.
+"""Start programs for tests: under torchrun, or without it on ranks that start faster.
 
-None has a limit of its own: what hangs is ended by the limit of each test, `timeout` in pyproject.toml.
+The programs have no time limit of their own. The `timeout` in pyproject.toml ends a test that hangs.
 """
 
 import contextlib
@@ -22,16 +22,15 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 
 
 def wait_until(happened: Callable[[], object]) -> None:
-    """Wait until `happened` returns true. **Raises** AssertionError after two minutes, longer than any thread or rank
-    needs on a busy machine."""
+    """Wait until `happened` returns true. **Raises** AssertionError after two minutes, enough for a busy machine."""
     deadline = time.monotonic() + 120
     while not happened():
-        assert time.monotonic() < deadline, "it has not happened"
+        assert time.monotonic() < deadline, "timed out after two minutes"
         time.sleep(0.02)
 
 
 def run(*command: object, folder: Path | None = None, **environment: str) -> str:
-    """What it prints, in a folder. **Raises** AssertionError with all that it says when it fails."""
+    """Run a command in a folder and return its output. **Raises** AssertionError with all output if it fails."""
     settings = {"env": ENVIRONMENT | environment, "cwd": folder, "text": True}
     result = subprocess.run([*map(str, command)], capture_output=True, **settings)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -39,8 +38,8 @@ def run(*command: object, folder: Path | None = None, **environment: str) -> str
 
 
 def start_ranks(number: int, *command: object, **environment: str) -> tuple[list[Started], dist.TCPStore]:
-    """A script and its arguments on so many ranks, for which torchrun's part is played: they live as long as the store
-    does, and go on when one of them fails."""
+    """Start a script with arguments on ranks without torchrun. The ranks need the returned store. The others continue
+    if a rank fails."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = ENVIRONMENT | {
         "MASTER_ADDR": "127.0.0.1",
@@ -50,12 +49,12 @@ def start_ranks(number: int, *command: object, **environment: str) -> tuple[list
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
     }
-    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
-    return [Started([*map(str, command)], common | environment | names) for names in own], store
+    by_rank = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
+    return [Started([*map(str, command)], common | environment | variables) for variables in by_rank], store
 
 
 def run_on_ranks(number: int, *command: object) -> str:
-    """What a script prints on rank 0. **Raises** AssertionError with all that a rank says when it fails."""
+    """Run a script on ranks and return the output of rank 0. **Raises** AssertionError with that of a failed rank."""
     ranks, store = start_ranks(number, *command)
     try:
         for rank in ranks:
@@ -68,8 +67,8 @@ def run_on_ranks(number: int, *command: object) -> str:
 
 
 def run_script(*command: object, status: int = 0, **environment: str) -> str:
-    """What it prints on one process, to which no torchrun is pretended. **Raises** AssertionError with that where it
-    ends with another status."""
+    """Run a script on one process, without torchrun's variables, and return its output. **Raises** AssertionError with
+    the output if the exit status is not `status`."""
     process = Started([*map(str, command)], ENVIRONMENT | environment)
     try:
         assert process.wait() == status, process.text()
@@ -79,14 +78,14 @@ def run_script(*command: object, status: int = 0, **environment: str) -> str:
 
 
 def run_text(text: str, *arguments: object, status: int = 0, **environment: str) -> str:
-    """What a program with this text prints, as run_script has it."""
+    """Run a program with this text like `run_script`."""
     with tempfile.TemporaryDirectory() as folder:
         (program := Path(folder) / "program.py").write_text(text)
         return run_script(program, *arguments, status=status, **environment)
 
 
 def processes_with(path: Path) -> dict[int, str]:
-    """The command lines of the processes that were given `path`; torchrun puts its ranks into sessions of their own."""
+    """Return, by process id, the command lines with `path`. (torchrun starts each rank in a session of its own.)"""
     found = {}
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

@@ -1,25 +1,22 @@
-"""What test_lightning.py starts: a fit on as many CPU processes as are asked for, each with its part of one batch. On
-several the model has the `configure_model` of docs/works_with.md.
+"""Train for test_lightning.py with Lightning's Trainer on CPU processes, each with its slice of one batch.
+
+On several processes the model has a `configure_model` of docs/works_with.md.
 
 python tests/lightning_job.py DEVICES ddp|fsdp2 FOLDER
 """
 
-import re
 import sys
 from pathlib import Path
 
 import torch
+from guides import ROOT, python_blocks, run_code
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-import syncbn
-
-BATCH = 8
 DEVICES, STRATEGY, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-GUIDE = (Path(__file__).parents[1] / "docs" / "works_with.md").read_text()
 
 
 class Net(LightningModule):
@@ -27,12 +24,11 @@ class Net(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)).double()
-        self.seen: set[str] = set()
+        self.trained_classes: set[str] = set()
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        self.seen.add(type(self.net[1]).__qualname__)
-        (x,) = batch
-        return self.net(x).square().mean()
+        self.trained_classes.add(type(self.net[1]).__qualname__)
+        return self.net(batch[0]).square().mean()
 
     def validation_step(self, batch: list[Tensor]) -> Tensor:
         return self.net(batch[0])
@@ -42,23 +38,22 @@ class Net(LightningModule):
 
 
 def main() -> None:
-    strategy = "auto"
     if DEVICES > 1:
-        ddp, fsdp2 = re.findall(r"^```python\n(def configure_model\(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
-        names = {"syncbn": syncbn, "FSDPModule": FSDPModule, "fully_shard": fully_shard}
-        exec(ddp if STRATEGY == "ddp" else fsdp2, names)
-        Net.configure_model = names["configure_model"]
-        strategy = "ddp" if STRATEGY == "ddp" else ModelParallelStrategy(DEVICES, 1, save_distributed_checkpoint=False)
-    data = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    loader = DataLoader(TensorDataset(data), BATCH // DEVICES)  # one batch, of which the Trainer gives each rank a part
+        blocks = [code for code in python_blocks(ROOT / "docs/works_with.md") if "def configure_model(" in code]
+        (code,) = (code for code in blocks if ("fully_shard" in code) == (STRATEGY == "fsdp2"))
+        Net.configure_model = run_code(code, FSDPModule=FSDPModule, fully_shard=fully_shard)["configure_model"]
+    fsdp2 = ModelParallelStrategy(DEVICES, 1, save_distributed_checkpoint=False) if STRATEGY == "fsdp2" else None
+    data = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loader = DataLoader(TensorDataset(data), len(data) // DEVICES)  # the Trainer gives each rank its slice of one batch
     output = {"default_root_dir": FOLDER, "logger": False, "enable_progress_bar": False}
-    trainer = Trainer(accelerator="cpu", devices=DEVICES, max_epochs=5, strategy=strategy, **output)
+    trainer = Trainer(accelerator="cpu", devices=DEVICES, max_epochs=5, strategy=fsdp2 or "ddp", **output)
     model = Net()
     trainer.fit(model, loader)
-    trainer.validate(model, loader, verbose=False)  # configure_model runs again
+    trainer.validate(model, loader, verbose=False)  # calls configure_model again
     if trainer.global_rank == 0:
         checkpoint = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
-        torch.save({"state_dict": checkpoint["state_dict"], "seen": sorted(model.seen)}, FOLDER / "result.pt")
+        result = {"state_dict": checkpoint["state_dict"], "trained_classes": sorted(model.trained_classes)}
+        torch.save(result, FOLDER / "result.pt")
 
 
 if __name__ == "__main__":

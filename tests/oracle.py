@@ -1,5 +1,6 @@
-"""What every test compares with: batch norm of the whole batch on one process, in float64, from the definition. And
-inputs on which batch norm's formulas lose digits, with the errors on them, which scripts/accuracy.py prints.
+"""The reference of the tests: batch norm of the whole batch on one process, in float64, from its definition.
+
+Also inputs on which formulas of batch norm lose digits, and errors on these inputs, which scripts/accuracy.py prints.
 """
 
 from collections.abc import Callable
@@ -8,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Of the largest value, or of the largest term of a sum. float32: a map in float32 makes three roundings of 6e-8.
+# Relative to the largest value, or the largest term of a sum. An elementwise step rounds three times (6e-8 in float32).
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
 class Result(NamedTuple):
-    """Forward and backward of one training step."""
+    """The results of forward and backward in one training step."""
 
     output: Tensor
     grad_input: Tensor
@@ -37,7 +38,7 @@ def full_batch(
     momentum: float = 0.1,
     channel_dim: int = 1,
 ) -> Result:
-    """One step from running_mean 0, running_var 1; gradients by autograd of the two-pass formula."""
+    """Compute a step from running_mean 0 and running_var 1, with the gradients of autograd for the two-pass formula."""
     leaves = [None if given is None else given.detach().double().requires_grad_() for given in (x, weight, bias, z)]
     x, weight, bias, z = leaves
     dims = [dim for dim in range(x.ndim) if dim != channel_dim % x.ndim]
@@ -67,14 +68,14 @@ def full_batch(
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """max |a - b| / max |b|: the measure of every accuracy promise; 0 for empty tensors, NaN never passes."""
+    """Return max |a - b| / max |b|, the measure of all accuracy promises; 0 for empty tensors, and NaN never passes."""
     if not expected.numel():
         return 0.0
     return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
 
 
 def within_one_rounding(actual: Tensor, expected: Tensor, scale: float) -> bool:
-    """`actual` is `expected` rounded once to its dtype, but for 1e-6 of `scale` (the float32 arithmetic before)."""
+    """Return whether `actual` is `expected` rounded to its dtype, with 1e-6 of `scale` for the float32 steps before."""
     expected = expected.double()
     finfo = torch.finfo(actual.dtype)
     rounding = finfo.eps / 2 * expected.abs().clamp(min=finfo.smallest_normal)
@@ -82,7 +83,7 @@ def within_one_rounding(actual: Tensor, expected: Tensor, scale: float) -> bool:
 
 
 def require_promised(name: str, actual: Tensor, wanted: Tensor, scale: float, lost: float = 0.0) -> None:
-    """Within the promise for its dtype, relative to `scale`, and what is lost in sums; 16 bits within one rounding."""
+    """Check the promise for the dtype, relative to `scale`, plus `lost` in sums; 16-bit values within one rounding."""
     assert actual.shape == wanted.shape, name
     if actual.dtype in TOLERANCE:
         error = (actual.double() - wanted).abs().max().item() if wanted.numel() else 0.0
@@ -91,7 +92,7 @@ def require_promised(name: str, actual: Tensor, wanted: Tensor, scale: float, lo
         assert within_one_rounding(actual, wanted, scale), name
 
 
-HARD_SHAPE = (16, 8, 9, 9)  # 9 * 9: not a multiple of any block
+HARD_SHAPE = (16, 8, 9, 9)  # 9 * 9 is not a multiple of any block size
 
 
 def _outlier(x: Tensor) -> Tensor:
@@ -108,19 +109,19 @@ HARD_INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def hard_case(case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, dy, weight and bias."""
+    """Return x, dy, weight and bias."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2, *HARD_SHAPE, generator=generator, dtype=torch.float64, device="cpu")
     weight, bias = torch.randn(2, HARD_SHAPE[1], generator=generator, dtype=torch.float64, device="cpu").to(dtype)
     return HARD_INPUTS[case](noise[0]).to(dtype), noise[1].to(dtype), weight, bias
 
 
-# (input, running_mean, running_var, weight, bias, training=True) -> output with a graph; statistics move in place
+# f(input, running_mean, running_var, weight, bias, training=True) returns the output and updates the statistics.
 BatchNormFunction = Callable[..., Tensor]
 
 
 class Errors(NamedTuple):
-    """max |a - b| / max |b| against the float64 oracle of the whole batch, by name; and how hard the input was."""
+    """Relative errors compared with `full_batch`, by name, and the largest |mean| / std of a channel of the input."""
 
     relative: dict[str, float]
     mean_over_std: float
@@ -129,7 +130,7 @@ class Errors(NamedTuple):
 def errors_of_one_step(
     case: str, dtype: torch.dtype, batch_norm: BatchNormFunction, rank: int = 0, num_ranks: int = 1, device: Any = "cpu"
 ) -> Errors:
-    """One step of `batch_norm` on this rank's samples. Gradients of weight and bias are summed over the ranks."""
+    """Run a step of `batch_norm` on this rank's samples. Gradients of weight and bias are summed over the ranks."""
     x, dy, weight, bias = hard_case(case, dtype)
     expected = full_batch(x, dy, weight, bias)
     mine = slice(rank, None, num_ranks)

@@ -1,6 +1,6 @@
-"""Starts Python programs that need not import torch anew: a process that has done so forks for each.
+"""Start Python programs without their import of torch: a server process has imported it and forks for each program.
 
-What they do from then on, up to the interpreter's end, they do as if they had been started by themselves.
+Apart from these imports a program runs, and ends, as if Python had started it.
 """
 
 import atexit
@@ -18,9 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-# What programs import that takes long, where it is installed; not syncbn, which reads the environment.
+# Imports that take long, skipped if not installed. syncbn is missing because it reads the environment.
 PRELOADED = "torch.distributed.fsdp", "sklearn.datasets", "matplotlib.pyplot"
-# Not among the frozen objects: it imports triton, which (3.9) complains of objects that are not collected in the end.
+# Imported after gc.freeze(): it imports triton, which (3.9) warns of objects that are not collected at the end.
 PRELOADED_LAST = "torch._dynamo"
 
 
@@ -36,29 +36,29 @@ class Started:
         self.pid = int(server.stdout.readline())
 
     def poll(self) -> int | None:
-        """The exit status, negative where a signal ended it; None of one that runs."""
+        """Return the exit status, negative after a signal, or None while the program runs."""
         return int(self.status_file.read_text()) if self.status_file.exists() else None
 
     def wait(self) -> int:
-        """The exit status."""
+        """Wait for the end of the program and return its exit status."""
         while (status := self.poll()) is None:
             time.sleep(0.02)
         return status
 
     def kill(self) -> None:
-        """With all that it has started, if it runs."""
+        """Kill the program and the processes that it has started, if it runs."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended since
+            with contextlib.suppress(ProcessLookupError):  # the program has ended
                 os.killpg(self.pid, signal.SIGKILL)
 
     def text(self) -> str:
-        """All that it has written to standard output and error."""
+        """Return the standard output and error."""
         return (self.folder / "text").read_text()
 
 
 @functools.cache
 def _folder() -> str:
-    """Of all programs, until this process ends."""
+    """Create the folder of all programs, which is removed when this process ends."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -73,8 +73,8 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _serve() -> list[str]:
-    """Returns in each program, with its arguments, and in the server at the end of the tests, with none."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for the programs
+    """Fork for each request. Return in each program with its arguments, and in the server at its end with none."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the processes that wait for programs
     for line in sys.stdin:
         request = json.loads(line)
         folder = Path(request["folder"])
@@ -104,7 +104,7 @@ if __name__ == "__main__":
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             __import__(name)
-    gc.freeze()  # else each program copies all these objects when it ends, as it then collects garbage
+    gc.freeze()  # otherwise the garbage collection at the end of each program copies the memory of all objects
     __import__(PRELOADED_LAST)
     sys.argv = _serve()
     if sys.argv:

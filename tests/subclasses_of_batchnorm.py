@@ -9,7 +9,7 @@ from syncbn.functional import sync_batch_norm
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """As timm's: batch norm by F.batch_norm, then dropout and activation."""
+    """Like timm's BatchNormAct2d: F.batch_norm, then dropout and activation."""
 
     def __init__(self, num_features: int, drop: float = 0.0, **options: object) -> None:
         super().__init__(num_features, **options)
@@ -29,21 +29,21 @@ class BatchNormAct2d(nn.BatchNorm2d):
 
 
 class CallsSuper2d(nn.BatchNorm2d):
-    """A forward around the one it inherits."""
+    """Calls the inherited forward."""
 
     def forward(self, x: torch.Tensor, times: float = 2.0) -> torch.Tensor:
         return times * super().forward(x)
 
 
 class Frozen(nn.BatchNorm2d):
-    """Uses its running statistics, also in training."""
+    """Uses the running statistics in training too."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
 
 
 class OnlyAttributes(torch.nn.modules.batchnorm._BatchNorm):
-    """No forward, no numbered parent."""
+    """Inherits from _BatchNorm, without a forward of its own."""
 
     note = "mine"
 
@@ -52,7 +52,7 @@ class OnlyAttributes(torch.nn.modules.batchnorm._BatchNorm):
 
 
 class CallsFunctional(nn.BatchNorm2d):
-    """What the warning of OwnMathematics advises."""
+    """Follows the advice of the warning about OwnMathematics."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         running = self.running_mean, self.running_var
@@ -60,7 +60,7 @@ class CallsFunctional(nn.BatchNorm2d):
 
 
 class OwnMathematics(nn.BatchNorm2d):
-    """Nothing of it can be synchronised."""
+    """Calls no function that can be synchronised."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)

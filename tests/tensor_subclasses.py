@@ -1,23 +1,20 @@
-"""Subclasses of Tensor as users write them: with ordinary memory; they survive every operation, and whole models run on
-them."""
+"""Tensor subclasses as users write them, with the memory of a plain tensor. Every operation returns the subclass."""
 
-import functools
-from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 
 class Image(Tensor):
-    """Without a `__torch_function__` of its own: torch's keeps the class."""
+    """A subclass with torch's default `__torch_function__`, which keeps the class."""
 
-    def new_empty(self, *size: Any, **options: Any) -> Self:  # for copy.deepcopy, where torch's hooks are disabled
+    def new_empty(self, *size: Any, **options: Any) -> Self:  # copy.deepcopy disables __torch_function__
         return super().new_empty(*size, **options).as_subclass(type(self))
 
 
 class MetaImage(Image):
-    """As MONAI's MetaTensor: it takes the metadata of the first argument that has any."""
+    """Like MONAI's MetaTensor: a result has the metadata of the first argument that has any."""
 
     metadata: str | None = None
 
@@ -34,7 +31,7 @@ class MetaImage(Image):
 
 
 class TensorImage(MetaImage):
-    """As fastai's: it takes the metadata of the first argument alone."""
+    """Like fastai's TensorImage: a result has the metadata of the first argument only."""
 
     @classmethod
     def metadata_in(cls, arguments: tuple[Any, ...]) -> str | None:
@@ -45,26 +42,8 @@ class OwnParameter(nn.Parameter):
     """A subclass of Parameter, whose `__torch_function__` is disabled."""
 
 
-class Observed(Image):
-    """It notes which functions it is called with; `batch_norm` says what it does in those of that name."""
-
-    seen: ClassVar[list[Any]] = []
-    batch_norm: Callable[[Callable[[], Any]], Any] = staticmethod(lambda run: run())
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.seen.append(function)
-        run = functools.partial(super().__torch_function__, function, types, args, kwargs or {})
-        return cls.batch_norm(run) if registered_name(function) == "batch_norm" else run()
-
-
-def registered_name(function: Any) -> str:
-    """Of a function that a hook was called with; a property is its getter or setter."""
-    return getattr(function, "__name__", str(function))
-
-
 def as_class(tensor: Tensor, subclass: type[Tensor], metadata: str | None = None) -> Tensor:
-    """The same values, in memory of their own, of a class and with metadata, if it has any. A parameter stays one."""
+    """Return a copy of a class, with metadata if the class has any. The copy of a Parameter is a Parameter."""
     if issubclass(subclass, nn.Parameter):
         return subclass(tensor.detach().clone())
     other = tensor.detach().clone().as_subclass(subclass)
@@ -75,6 +54,7 @@ def as_class(tensor: Tensor, subclass: type[Tensor], metadata: str | None = None
 
 
 def plain(tensor: Tensor) -> Tensor:
+    """Return the same memory as a torch.Tensor without a graph."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach().as_subclass(Tensor)
 

@@ -1,4 +1,4 @@
-"""Catches compiled graphs in which Inductor copies inputs, adds operators or fuses wrongly, with and without ours."""
+"""Tests that Inductor compiles synchronised layers without copies of inputs, and fuses relu where it may."""
 
 import contextlib
 import copy
@@ -21,14 +21,14 @@ from syncbn.ranks import calls
 
 pytestmark = [
     pytest.mark.skipif(bool(cpu.load()), reason="needs a C++ compiler"),
-    # Inductor uses what torch itself deprecates (torch 2.13, November 2026).
+    # Inductor calls deprecated functions of torch (torch 2.13, November 2026).
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor"),
 ]
 
 
 @pytest.fixture(autouse=True)
-def as_of_several_ranks(request: pytest.FixtureRequest, group_of_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank would be torch's F.batch_norm."""
+def several_ranks(request: pytest.FixtureRequest, group_of_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile what several ranks compile. A graph of one rank has torch's F.batch_norm."""
     if "torch_func" not in request.node.name:
         monkeypatch.setattr(calls, "graph_call", lambda spec: calls.GraphCall(group_of_one))
 
@@ -40,7 +40,7 @@ needs_torch_213 = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def without_caches(**options: object) -> Iterator[None]:
-    """Both caches would give out graphs that were made with other rules for the operators."""
+    """Compile again: both caches may hold graphs that were compiled with other rules for the operators."""
     torch._dynamo.reset()
     with config.patch(fx_graph_cache=False, **options), functorch_config.patch(enable_autograd_cache=False):
         yield
@@ -52,9 +52,9 @@ def without_caches(**options: object) -> Iterator[None]:
 def test_no_input_of_an_operator_is_copied(
     memory_format: torch.memory_format, is_forced: bool, is_padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither by generated code nor by the operator, also if Inductor makes convolutions channels last (`is_forced`)
-    and leaves gaps between channels (`is_padded`), as it does on GPUs. Operators with torch.Tag.flexible_layout copied
-    each dy that had gaps, and that of the pooling: twice, as two operators read it."""
+    """Neither generated code nor the operators copy, even if Inductor makes convolutions channels last (`is_forced`)
+    and pads channels (`is_padded`), as it does on GPUs. Operators with torch.Tag.flexible_layout copied each padded dy,
+    and the expanded dy of the pooling twice, because two operators read it."""
     copied, prepare = [], operators._prepare
 
     def note_copies(x: Tensor, *options: Any, **tensors: Tensor | None) -> Any:
@@ -68,7 +68,7 @@ def test_no_input_of_an_operator_is_copied(
     first = nn.Conv2d(3, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.ReLU()
     second = nn.Conv2d(8, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.Hardswish(), nn.Conv2d(8, 4, 3, bias=False)
     model = nn.Sequential(*first, *second, syncbn.SyncBatchNorm2d(4), nn.AdaptiveAvgPool2d(1))
-    model, x = (one.to(memory_format=memory_format) for one in (model, torch.randn(2, 3, 12, 12)))
+    model, x = (given.to(memory_format=memory_format) for given in (model, torch.randn(2, 3, 12, 12)))
     eager = copy.deepcopy(model)
     layout = {"layout_optimization": is_forced, "force_layout_optimization": is_forced}
     gaps = {"comprehensive_padding": is_padded, "disable_padding_cpu": False, "padding_stride_threshold": 16}
@@ -80,22 +80,22 @@ def test_no_input_of_an_operator_is_copied(
         torch.testing.assert_close(actual.grad, parameter.grad, rtol=1e-4, atol=1e-5)
     assert "syncbn.forward_sums" in forward
     assert "syncbn.backward_sums" in backward
-    # A loop's name lists the operations for which it was generated: a copy's those alone that want it.
-    wants = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)_v4"
-    assert not re.findall(rf"cpp_fused(?:_(?:{wants}))+_\d+\b", forward + backward)
+    # The name of a generated loop lists its operations. The name of a copy lists only operations that read the copy.
+    readers = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)_v4"
+    assert not re.findall(rf"cpp_fused(?:_(?:{readers}))+_\d+\b", forward + backward)
     assert not copied
 
 
 @needs_torch_213
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_relu_is_fused(memory_format: torch.memory_format, dtype: torch.dtype) -> None:
-    """Forward and backward, with the bits of eager; in a graph without a backward too."""
+def test_a_relu_is_fused_with_the_bits_of_eager(memory_format: torch.memory_format, dtype: torch.dtype) -> None:
+    """In forward and backward, and in a graph without a backward."""
     torch.manual_seed(0)
     layers = [syncbn.SyncBatchNorm2d(6, momentum=momentum) for momentum in (0.1, None)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(inplace=True)).to(dtype)
     x = torch.randn(3, 6, 5, 7, dtype=dtype).to(memory_format=memory_format).requires_grad_()
-    x.data[0, 0, 0, 0] = math.nan  # passes a relu, also in the gradient
+    x.data[0, 0, 0, 0] = math.nan  # relu and its gradient propagate NaN
     dy = torch.randn_like(x)
     results, codes = [], []
     for call in (model, torch.compile(copy.deepcopy(model), fullgraph=True)):
@@ -115,8 +115,7 @@ def test_a_relu_is_fused(memory_format: torch.memory_format, dtype: torch.dtype)
 
 
 @needs_torch_213
-def test_a_relu_is_not_fused() -> None:
-    """Where something else reads y, or the relu belongs to another function."""
+def test_a_relu_is_not_fused_if_another_operation_reads_y_or_it_is_a_relu6() -> None:
 
     def twice(y: Tensor) -> Tensor:
         return y.relu() + y
@@ -129,15 +128,15 @@ def test_a_relu_is_not_fused() -> None:
         expected = function(copy.deepcopy(layer)(x))
         (expected_gradient,) = torch.autograd.grad(expected.sin().sum(), x)
         with without_caches():
-            y, codes = run_and_get_code(torch.compile(lambda x, f=function, of=layer: f(of(x)), fullgraph=True), x)
+            y, codes = run_and_get_code(torch.compile(lambda x, f=function, norm=layer: f(norm(x)), fullgraph=True), x)
             (gradient,) = torch.autograd.grad(y.sin().sum(), x)
         assert re.search(r"syncbn\.forward_outputs_v4\.default\(.*, False\)", codes[0])
         torch.testing.assert_close((y, gradient), (expected, expected_gradient))
 
 
 @needs_torch_213
-def test_buffers_are_updated_together() -> None:
-    """Of copies together Inductor makes one kernel on a GPU, of others one each."""
+def test_buffers_are_updated_by_foreach_copies() -> None:
+    """Inductor compiles a foreach copy to one kernel on a GPU, and single copies to one kernel each."""
     graphs = EagerAndRecordGraphs()
     torch._dynamo.reset()
     torch.compile(nn.Sequential(syncbn.SyncBatchNorm2d(3), syncbn.SyncBatchNorm2d(3)), backend=graphs, fullgraph=True)(
@@ -150,8 +149,8 @@ def test_buffers_are_updated_together() -> None:
 
 @pytest.mark.parametrize("names", ["x", "z", "weight", "x bias"])
 @pytest.mark.parametrize("others_require_grad", [False, True])
-def test_torch_func_in_a_graph(names: str, others_require_grad: bool) -> None:
-    """Dynamo does not tell a Function which inputs torch.func differentiates, but which require a gradient outside."""
+def test_torch_func_in_a_graph_equals_eager(names: str, others_require_grad: bool) -> None:
+    """A Function sees which inputs require gradients outside of torch.func, but not those that it differentiates."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     shapes = {"x": (4, 3, 5), "z": (4, 3, 5), "weight": (3,), "bias": (3,)}

@@ -1,4 +1,4 @@
-"""Catches an import that does more than define names, something that outlives the group, and a name that is lost."""
+"""Tests that an import only defines names, nothing outlives the process group, and the public names are complete."""
 
 import doctest
 import importlib.util
@@ -15,7 +15,7 @@ import syncbn
 EFFECTS = """
 import json, os, sys, tempfile, threading
 import torch, torch.distributed as dist
-import torch.distributed.nn.functional  # in older torch it makes a temporary folder
+import torch.distributed.nn.functional  # in older torch this import creates a temporary folder
 
 def resources():
     return threading.active_count(), len(os.listdir("/proc/self/fd")), os.listdir(tempfile.gettempdir())
@@ -30,18 +30,18 @@ print(json.dumps([sorted(loaded), before, after, dist.is_initialized(), operator
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="open files are read from /proc")
-def test_an_import_does_nothing(tmp_path: Path) -> None:
-    """It loads no modules that torch did not, starts no thread, opens no file, makes no folder, group or operator."""
-    loaded, before, after, *made = json.loads(run(sys.executable, "-c", EFFECTS, TMPDIR=str(tmp_path)))
+@pytest.mark.skipif(sys.platform != "linux", reason="reads open files from /proc")
+def test_an_import_has_no_side_effects(tmp_path: Path) -> None:
+    """It loads only modules that torch has loaded, and creates no thread, file, folder, process group or operator."""
+    loaded, before, after, *created = json.loads(run(sys.executable, "-c", EFFECTS, TMPDIR=str(tmp_path)))
     assert "syncbn.layer" in loaded
     assert [name for name in loaded if not name.startswith("syncbn")] == []
     assert after == before
-    assert not any(made), made
+    assert not any(created), created
 
 
-def test_a_script_beside_a_clone_finds_the_package(tmp_path: Path) -> None:
-    """The clone is a folder `syncbn` too, which Python takes for a package where no path leads to ours."""
+def test_a_script_next_to_a_clone_imports_the_package(tmp_path: Path) -> None:
+    """Python would take the clone, a folder named `syncbn`, for a namespace package if no path leads to the package."""
     (tmp_path / "syncbn").mkdir()
     run(sys.executable, "-c", "import syncbn; syncbn.SyncBatchNorm", folder=tmp_path)
 
@@ -53,36 +53,36 @@ import torch, torch.distributed as dist, syncbn
 from syncbn.ranks.sites import FunctionCaller
 from syncbn.ranks import calls
 
-def gloos_threads():
+def gloo_threads():
     names = ""
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended since
+        with contextlib.suppress(OSError):  # the thread has ended
             names += (thread / "comm").read_text()
     return "gloo" in names
 
-calls.resolve = lambda spec: dist.group.WORLD  # also of one rank
+calls.resolve = lambda spec: dist.group.WORLD  # a group of one rank too
 for _ in range(3):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = weakref.ref(dist.group.WORLD)
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-    assert gloos_threads()
+    assert gloo_threads()
     collective = calls.eager_call(None, FunctionCaller("a test"), None).new_collective("forward")
-    collective.run(time.sleep, 1.2)  # The watchdog polls in this time.
+    collective.run(time.sleep, 1.2)  # the watchdog polls in this time
     syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()
     dist.destroy_process_group()
     assert world() is None
 deadline = time.monotonic() + 300
-while gloos_threads() or threading.active_count() > 1:  # what has been joined may still be seen for a moment
+while gloo_threads() or threading.active_count() > 1:  # a joined thread may stay visible for a moment
     assert time.monotonic() < deadline
     time.sleep(0.1)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")
-def test_nothing_outlives_the_group() -> None:
-    """A thread of gloo's that still has a tensor to free when the interpreter ends aborts the process; and neither the
-    thread of diagnosis nor, through it, the group stays."""
-    run(sys.executable, "-c", OUTLIVES)  # which has imported nothing before
+@pytest.mark.skipif(sys.platform != "linux", reason="reads threads from /proc")
+def test_nothing_outlives_the_process_group() -> None:
+    """A thread of gloo that frees a tensor while the interpreter ends would abort the process. The watchdog's thread
+    ends too, and keeps no reference to the group."""
+    run(sys.executable, "-c", OUTLIVES)  # a new process, which has imported nothing
 
 
 PUBLIC = {
@@ -92,8 +92,8 @@ PUBLIC = {
 }  # fmt: skip
 
 
-def test_the_public_table() -> None:
-    """Nothing is lost, and no module hides behind a function of its name."""
+def test_the_public_names_are_complete() -> None:
+    """No submodule replaces a function of the same name, such as `summary`."""
     names = {name for name, value in vars(syncbn).items() if name in PUBLIC or not isinstance(value, ModuleType)}
     assert {name for name in names if not name.startswith("__")} == PUBLIC
     assert callable(syncbn.summary)
@@ -102,6 +102,6 @@ def test_the_public_table() -> None:
 
 
 @pytest.mark.parametrize("name", ["functional", "convert"])
-def test_examples_in_docstrings(name: str) -> None:
+def test_examples_in_docstrings_run(name: str) -> None:
     failed, attempted = doctest.testmod(importlib.import_module(f"syncbn.{name}"))
     assert attempted > 0 == failed

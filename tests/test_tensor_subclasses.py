@@ -1,6 +1,6 @@
-"""Catches a Tensor subclass that loses its class, its metadata or a value, or whose hook is called more than by torch.
+"""Tests that Tensor subclasses keep class, metadata and values as in nn.BatchNorm2d.
 
-What nn.BatchNorm2d gives is expected. The same with plain tensors on other ranks is in distributed/.
+distributed/test_tensor_subclasses.py has a subclass on one rank and plain tensors on others.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,8 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def draw(subclass: type[Tensor], metadata: str = "x") -> Tensor:
-    return as_class(torch.randn(SHAPE), subclass, metadata)
-
-
 def call(layer: Layer, x: Tensor, z: Tensor | None, mask: Tensor | None = None, relu: bool = False) -> Tensor:
-    """The layer with what nn.BatchNorm2d has not; the mask is of samples."""
+    """Call the layer, or compute the features that nn.BatchNorm2d lacks. The mask has a value for each sample."""
     if type(layer) is not nn.BatchNorm2d:
         layer.fuse_relu = relu
         return layer(x, z, mask)
@@ -52,25 +48,27 @@ def call(layer: Layer, x: Tensor, z: Tensor | None, mask: Tensor | None = None, 
     ],
 )
 def test_a_tensor_of_a_subclass_in_each_role(role: str, subclass: type[Tensor]) -> None:
-    """Buffers stay where they are and what they are. In-place operations work after the layer. A mask alone gives the
-    output neither class nor metadata."""
+    """Buffers are updated in place and keep their class. In-place operations work after the layer. A mask does not give
+    the output its class or metadata."""
     roles = ROLES if "all" in role else (role,)
     drawn = {"input": torch.randn(2, *SHAPE)[0].contiguous(memory_format=torch.channels_last), "z": torch.randn(SHAPE)}
     drawn["mask"] = torch.tensor([True, False, True, True])
-    x, z, mask = (as_class(one, subclass if name in roles else Tensor, name) for name, one in drawn.items())
+    x, z, mask = (as_class(tensor, subclass if name in roles else Tensor, name) for name, tensor in drawn.items())
     options = {"z": z if "z" in roles else None, "mask": mask if "mask" in roles else None, "relu": "relu" in role}
 
     def run(layer: Layer) -> dict[str, Tensor]:
         for name in {*roles} & {*PER_CHANNEL}:
             setattr(layer, name, as_class(getattr(layer, name), subclass, f"of {name}"))
         before = {name: (tensor, tensor._version) for name, tensor in layer.named_buffers()}
-        in_place = nn.Identity() if options["relu"] else nn.ReLU(inplace=True)  # relu's gradient needs its output
+        in_place = nn.Identity() if options["relu"] else nn.ReLU(inplace=True)  # the gradient of relu needs its output
         for _ in range(2):
             results = step(lambda x: in_place(call(layer, x, **options)), layer, x)
         assert results["output"].stride() == x.stride()
         for name, tensor in layer.named_buffers():
             assert tensor is before[name][0]
-            assert tensor._version > before[name][1] or type(layer) is nn.BatchNorm2d  # which does not tell autograd
+            assert (
+                tensor._version > before[name][1] or type(layer) is nn.BatchNorm2d
+            )  # nn.BatchNorm2d leaves the version unchanged
         return results
 
     as_torch(run)
@@ -80,10 +78,10 @@ def second_derivatives(layer: Layer, x: Tensor) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(layer(x).sin().sum(), x, create_graph=True)
     gradient.square().sum().backward()
-    return {"gradient": gradient, "of x": x.grad, "of weight": layer.weight.grad}
+    return {"gradient": gradient, "grad of x": x.grad, "grad of weight": layer.weight.grad}
 
 
-def evaluated(layer: Layer, x: Tensor) -> dict[str, Tensor]:
+def evaluation(layer: Layer, x: Tensor) -> dict[str, Tensor]:
     layer(x)
     layer.eval()
     return step(lambda x: call(layer, x, z=x.cos(), relu=True), layer, x)
@@ -94,18 +92,18 @@ def compiled(layer: Layer, x: Tensor) -> dict[str, Tensor]:
     return step(torch.compile(layer, backend="eager", fullgraph=True), layer, x)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # of Dynamo
-@pytest.mark.parametrize("way", [evaluated, second_derivatives, compiled])
-def test_ways_to_call_a_layer(way: Callable[[Any, Tensor], dict[str, Tensor]]) -> None:
-    x = draw(TensorImage)
-    as_torch(lambda layer: way(layer, x))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # from Dynamo
+@pytest.mark.parametrize("use", [evaluation, second_derivatives, compiled])
+def test_uses_of_a_layer_with_a_subclass_as_input(use: Callable[[Any, Tensor], dict[str, Tensor]]) -> None:
+    x = as_class(torch.randn(SHAPE), TensorImage, "x")
+    as_torch(lambda layer: use(layer, x))
 
 
 @pytest.mark.parametrize("layer_class", [BatchNormAct2d, CallsSuper2d])
 @pytest.mark.parametrize("training", [True, False])
 def test_converted_layers_with_a_forward_of_their_own(layer_class: type[nn.BatchNorm2d], training: bool) -> None:
-    """Around which there is a TorchFunctionMode."""
-    x = draw(TensorImage)
+    """Their forward runs under a TorchFunctionMode."""
+    x = as_class(torch.randn(SHAPE), TensorImage, "x")
     as_torch(lambda layer: step(layer, layer.train(training), x), layer_class=layer_class)
 
 
@@ -113,10 +111,10 @@ def test_converted_layers_with_a_forward_of_their_own(layer_class: type[nn.Batch
 @pytest.mark.parametrize("class_of_x", [Tensor, Image])
 @pytest.mark.parametrize("class_of_dy", [Tensor, Image])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_the_gradient_of_a_residual_is_not_the_memory_of_dy(
+def test_the_gradient_of_a_residual_does_not_share_memory_with_dy(
     class_of_dy: type[Tensor], class_of_x: type[Tensor], create_graph: bool
 ) -> None:
-    """To z.grad autograd adds in place. In a size of 1 any stride is dense."""
+    """Autograd adds to z.grad in place. A tensor whose spatial sizes are 1 is dense with any strides."""
     for shape, dtype in (SHAPE, torch.float32), (SHAPE, torch.float64), ((4, 3, 1, 1), torch.float32):
         x, dy, z = (torch.randn(shape, dtype=dtype).requires_grad_(number != 1) for number in range(3))
         dy = dy.as_strided(shape, (3, 1, 7, 5)) if shape[2] == 1 else dy
@@ -128,7 +126,7 @@ def test_the_gradient_of_a_residual_is_not_the_memory_of_dy(
         assert torch.equal(plain(z.grad), expected)
 
 
-def test_a_hand_written_backward() -> None:
+def test_batch_norm_backward_accepts_subclasses() -> None:
     tensors = [torch.rand(shape) for shape in (SHAPE, SHAPE, 3, 3, 3)]  # dy, x, mean, invstd, weight
     actual = batch_norm_backward(*(as_class(tensor, Image) for tensor in tensors))
     close([*actual], [*batch_norm_backward(*tensors)])

@@ -1,9 +1,8 @@
-"""Catches a syncbn.testing or `python -m syncbn` that passes what differs from one process or refuses what does not."""
+"""Tests that syncbn.testing and `python -m syncbn` accept a model exactly if ranks train it as one process."""
 
 import itertools
 import re
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,46 +10,59 @@ import pytest
 import torch
 import torch.nn.functional as F
 import trained_as_one
-from jobs import run_on_ranks
+from jobs import run_on_ranks, run_text
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
+from trained_as_one import batch
 
 import syncbn
-from syncbn import __main__, testing
+from syncbn import testing
 from syncbn.__main__ import info
 from syncbn.kernels import cpu
 from syncbn.testing import assert_matches_full_batch
 
-pytestmark = pytest.mark.usefixtures("ranks_start_faster")
+# syncbn.testing.
 
 
-@pytest.mark.parametrize(("world_size", "start_method"), [(1, "forkserver"), (2, "spawn"), (3, "forkserver")])
-def test_a_converted_model_trains_as_one(world_size: int, start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """5 samples: slices of 3 + 2 and 2 + 2 + 1."""
-    monkeypatch.setattr(testing, "START_METHOD", start_method)
-    assert_matches_full_batch(trained_as_one.model, trained_as_one.batch(5), F.cross_entropy, world_size)
+@pytest.mark.parametrize(("world_size", "start"), [(1, "ranks_start_faster"), (2, None), (3, "ranks_start_faster")])
+def test_a_converted_model_trains_as_one(world_size: int, start: str | None, request: pytest.FixtureRequest) -> None:
+    """The slices of 5 samples are 3 + 2 and 2 + 2 + 1. Without the fixture ranks start as for users."""
+    if start:
+        request.getfixturevalue(start)
+    assert_matches_full_batch(trained_as_one.model, batch(5), F.cross_entropy, world_size)
 
 
-def test_other_models_train_as_one() -> None:
-    """In float32 and by node; of layers without an original class; of layers that do what nn.BatchNorm cannot; with
-    frozen statistics; with a loss of its own."""
-    batch = trained_as_one.batch(4)
-    assert_matches_full_batch(trained_as_one.model_by_node, batch, F.cross_entropy, dtype=torch.float32)
-    assert_matches_full_batch(trained_as_one.built_model, batch[:1], trained_as_one.mean_square)
-    assert_matches_full_batch(trained_as_one.WithMore, batch[:1], trained_as_one.mean_square)
-    assert_matches_full_batch(trained_as_one.frozen_model, batch, F.cross_entropy)
-    compared, _ = testing.differences(trained_as_one.built_model(), batch[:1], trained_as_one.mean_square)
-    assert all(difference.relative <= 1e-4 for difference in compared)  # pytest makes a warning about a revert an error
-    images = batch[0].double()
-    assert_matches_full_batch(trained_as_one.OwnLoss, (images,), torch.squeeze)
-    assert torch.equal(images, batch[0].double())
+@pytest.mark.usefixtures("ranks_start_faster")
+@pytest.mark.parametrize(
+    ("model_fn", "loss_fn", "options"),
+    [
+        (trained_as_one.model_by_node, F.cross_entropy, {"dtype": torch.float32}),
+        (trained_as_one.frozen_model, F.cross_entropy, {}),
+        (trained_as_one.built_model, trained_as_one.mean_square, {}),  # its layers have no original class
+        (trained_as_one.WithMore, trained_as_one.mean_square, {}),  # its layers do what nn.BatchNorm2d cannot
+        (trained_as_one.OwnLoss, torch.squeeze, {}),
+    ],
+)
+def test_other_models_train_as_one(model_fn: object, loss_fn: object, options: dict[str, object]) -> None:
+    """The model may change its inputs in place; the caller's batch stays."""
+    images, labels = batch(4)
+    given = (images.double(), labels)[: 1 + (loss_fn is F.cross_entropy)]
+    assert_matches_full_batch(model_fn, given, loss_fn, **options)
+    assert torch.equal(given[0], images.double())
 
 
+def test_differences_of_a_model_that_cannot_be_reverted_warn_of_nothing() -> None:
+    """pytest turns a warning into an error."""
+    compared, _ = testing.differences(trained_as_one.built_model(), batch(4)[:1], trained_as_one.mean_square)
+    assert all(difference.relative <= 1e-4 for difference in compared)
+
+
+@pytest.mark.usefixtures("ranks_start_faster")
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         (
-            {"loss_fn": partial(F.cross_entropy, reduction="sum"), "batch": trained_as_one.batch(5)},  # 3 + 2 samples
+            {"loss_fn": partial(F.cross_entropy, reduction="sum"), "batch": batch(5)},  # 3 + 2 samples
             AssertionError,
             "(?s)loss of step 1: .* apart.*outputs agree .* loss_fn must be the mean",
         ),
@@ -76,89 +88,65 @@ def test_other_models_train_as_one() -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
 def test_what_is_wrong_is_named(change: dict[str, object], error: type[Exception], message: str) -> None:
-    good = {"model_fn": trained_as_one.model, "batch": trained_as_one.batch(4), "loss_fn": F.cross_entropy}
+    good = {"model_fn": trained_as_one.model, "batch": batch(4), "loss_fn": F.cross_entropy}
     with pytest.raises(error, match=message):
         assert_matches_full_batch(**(good | {"world_size": 2} | change))
 
 
-# python -m syncbn.
+# python -m syncbn. Each test starts a program; some clusters set RANK, but not LOCAL_RANK, in every shell.
 
-Main = Callable[..., tuple[object, str]]
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
-    """Its exit status in this process, and what it prints in a narrow terminal."""
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("COLUMNS", "20")
-
-    def main(*arguments: str) -> tuple[object, str]:
-        monkeypatch.setattr(sys, "argv", ["syncbn", *arguments])
-        try:
-            status = __main__.main()
-        except SystemExit as exits:
-            status = exits.code
-        return status, "".join(capsys.readouterr())
-
-    return main
+PROGRAM = "from syncbn import __main__ as program\n{}\nraise SystemExit(program.main())"
 
 
-def test_info(here: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_program(*arguments: str, change: str = "", status: int = 0, **environment: str) -> str:
+    """Return what `python -m syncbn` prints in a narrow terminal, after the statement `change`."""
+    return run_text(PROGRAM.format(change), *arguments, status=status, COLUMNS="20", **environment)
+
+
+def test_info_prints_the_facts_on_rank_0() -> None:
     facts = info()
     assert facts["torch"] == torch.__version__
     assert facts["syncbn"] == f"{syncbn.__version__}, {Path(syncbn.__file__).resolve().parent}"
     assert facts["kernels"] == syncbn.kernels.available()
     assert "gloo" in facts["backends"]
-    monkeypatch.setenv("RANK", "1")  # as a cluster's shell may have it
-    for line, (name, value) in zip(here("info")[1].splitlines(), facts.items(), strict=True):
-        assert line.startswith(f"{name}  ")
-        assert line.endswith(f"  {value}")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert here("info") == (0, ""), "rank 0 prints"
-    assert here("--version") == (0, f"syncbn {syncbn.__version__}\n")
+    lines = run_program("info", RANK="1").splitlines()
+    assert [line.split()[0] for line in lines] == [*facts]
+    assert lines[0].split(maxsplit=1)[1] == facts["syncbn"]
+    assert run_program("info", RANK="1", LOCAL_RANK="1") == ""
+    assert run_program("--version") == f"syncbn {syncbn.__version__}\n"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no C++ kernels")
-def test_info_says_where_kernels_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a clone, which hides the installed package from a program that runs in it."""
-    clone, installed = tmp_path / "clone" / "syncbn", tmp_path / "site-packages" / "syncbn"
+@pytest.mark.skipif(sys.platform != "linux", reason="other platforms have no C++ kernels")
+def test_info_explains_missing_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python finds the package of a clone in its folder, before the installed package."""
+    clone, installed = (tmp_path / folder / "syncbn" for folder in ("clone", "site-packages"))
     monkeypatch.setattr(cpu, "FILE", clone / "kernels" / "_cpu.so")
     monkeypatch.setattr(sys, "path", [str(clone.parent), str(installed.parent)])
-    assert cpu.load.__wrapped__().startswith(
-        f"not built in {clone}: syncbn was not installed from there, there is no C++"
-    )
+    reason = f"not built in {clone}: syncbn was not installed from there, there is no C++"
+    assert cpu.load.__wrapped__().startswith(reason)
     (installed / "kernels").mkdir(parents=True)
     (installed / "kernels" / "_cpu.so").touch()
-    hides = f"not built in {clone}, which hides the installed {installed}; start Python in another folder"
-    assert cpu.load.__wrapped__() == hides
+    reason = f"not built in {clone}, which hides the installed {installed}; start Python in another folder"
+    assert cpu.load.__wrapped__() == reason
 
 
-def test_check_outside_of_torchrun(here: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some clusters set RANK but not LOCAL_RANK in every shell. Then `check` runs in this process alone."""
-    monkeypatch.setenv("RANK", "0")
-    status, printed = here("check")
-    assert status == 0
+def test_check_without_torchrun_is_of_one_process() -> None:
+    printed = run_program("check", RANK="0")
     assert printed.startswith("1 rank (none, cpu) and one process")
+    assert "passed" in printed
+    assert re.search(r"^float32  parameter  \d\.\de[+-]\d\d  1\.0e-04$", printed, re.MULTILINE)
 
 
-def test_check_on_two_ranks(tmp_path: Path) -> None:
-    (program := tmp_path / "program.py").write_text("from syncbn.__main__ import main; raise SystemExit(main())")
+def test_check_fails_for_a_model_that_does_not_train_as_one() -> None:
+    change = "model = program._model()\nmodel.append(program.nn.RReLU(-2, 2))\nprogram._model = lambda: model  # random"
+    assert "FAILED" in run_program("check", change=change, status=1)
+
+
+def test_check_on_two_ranks_prints_small_errors(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(PROGRAM.format(""))
     printed = run_on_ranks(2, program, "check")
     assert printed.startswith("2 ranks (gloo, cpu) and one process")
     rows = re.findall(r"^(float\d\d) +(\w+) +(\S+e[+-]\d\d) ", printed, re.MULTILINE)
     kinds = itertools.product(["float64", "float32"], ["loss", "output", "gradient", "parameter", "buffer"])
     assert [row[:2] for row in rows] == [*kinds]
     assert all(float(error) < (1e-14 if dtype == "float64" else 1e-5) for dtype, _, error in rows)
-
-
-def test_exit_statuses_of_check(here: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    status, printed = here("check")
-    assert status == 0
-    assert "passed" in printed
-    assert re.search(r"^float32  parameter  \d\.\de[+-]\d\d  1\.0e-04$", printed, re.MULTILINE)
-    model = __main__._model()
-    model.append(nn.RReLU(-2, 2))  # random
-    monkeypatch.setattr(__main__, "_model", lambda: model)
-    status, printed = here("check")
-    assert status == 1
-    assert "FAILED" in printed

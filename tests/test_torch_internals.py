@@ -1,4 +1,8 @@
-"""Catches a later torch in which a private name that syncbn uses no longer means what syncbn needs."""
+"""Tests that the private names of torch in torch_internals.py mean in this torch what syncbn needs.
+
+Two tables come first. MODES has the answers of the questions under each mode of torch. The other table has arguments
+for which the predicates of tensors and modules are False and True.
+"""
 
 import inspect
 import sys
@@ -7,12 +11,12 @@ from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import GROUP_TIMEOUT
+from equal_to_torch import escaped
 from jobs import run
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -22,12 +26,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from syncbn import kernel_cache
 from syncbn import torch_internals as internals
 
+Function = Callable[[Tensor], Tensor]
 QUESTIONS: dict[str, Callable[[], object]] = {
-    "plain": internals.is_eager,
+    "eager": internals.is_eager,
     "functorch": internals.inside_functorch,
     "forward mode": lambda: internals.forward_mode_level() >= 0,
     "profiler": internals.profiler_enabled,
-    "only profiled": lambda: internals.is_eager(SimpleNamespace(is_cuda=True)) and not internals.is_eager(),
+    "eager on a GPU only": lambda: internals.is_eager(SimpleNamespace(is_cuda=True)) and not internals.is_eager(),
     "jit": internals.is_jit_tracing,
     "backward": internals.inside_backward,
     "vmap": internals.inside_vmap,
@@ -35,122 +40,153 @@ QUESTIONS: dict[str, Callable[[], object]] = {
     "dispatch mode": lambda: internals.current_dispatch_mode() is not None,
 }
 
-Function = Callable[[Tensor], Tensor]
+
+def within(context: Any, function: Function, x: Tensor) -> None:
+    with context:
+        function(x)
 
 
-def within(context: Any) -> Callable[[Function, Tensor], object]:
-    def call(function: Function, x: Tensor) -> None:
-        with context:
-            function(x)
-
-    return call
+def recompute(function: Function, x: Tensor, **options: Any) -> None:
+    """Call the function last in the recompute of activation checkpointing."""
+    checkpoint(function, x.requires_grad_(), use_reentrant=False, **options).backward()
 
 
-def checkpointed(**options: Any) -> Callable[[Function, Tensor], object]:
-    """The last call is the recompute."""
-    return lambda function, x: checkpoint(function, x.requires_grad_(), **options).backward()
-
-
-def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they do not, in a later torch, no check is made. The answer holds for the whole process, so it must not
-    depend on how torch runs in the first call."""
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")):
-        with mode():
-            assert internals.guards_work.__wrapped__()
-    x = torch.ones(2, 3)
-    for tensor_guards in (
-        None,
-        lambda *tensors, **dims: SimpleNamespace(check=lambda *others: True),
-        Mock(side_effect=TypeError),
-    ):
-        monkeypatch.setattr(internals, "TensorGuards", tensor_guards)
-        assert not internals.guards_work.__wrapped__()
-    monkeypatch.setattr(internals, "guards_work", lambda: False)
-    kernels = iter(("first", "second"))
-    cache = kernel_cache.Cache(lambda *_: next(kernels))
-    assert [cache.get("config", (x, None)) for _ in range(2)] == ["first", "second"]
-
-
-selective = partial(create_selective_checkpoint_contexts, [])  # of which nothing is saved
-
-# How a function is called, and which questions are then answered by yes.
-WAYS: dict[str, tuple[Callable[[Function, Tensor], object], set[str]]] = {
-    "profiler": (within(torch.profiler.profile(acc_events=True)), {"profiler", "only profiled"}),
-    "dual level": (within(forward_ad.dual_level()), {"forward mode", "vmap or forward mode"}),
+SAVE_NOTHING = partial(create_selective_checkpoint_contexts, [])
+MODES: dict[str, tuple[Callable[[Function, Tensor], object], set[str]]] = {  # how to call a function; the answers yes
+    "profiler": (partial(within, torch.profiler.profile(acc_events=True)), {"profiler", "eager on a GPU only"}),
+    "dual level": (partial(within, forward_ad.dual_level()), {"forward mode", "vmap or forward mode"}),
     "jvp": (lambda f, x: torch.func.jvp(f, (x,), (x,)), {"functorch", "forward mode", "vmap or forward mode"}),
     "vmap of grad": (
         lambda f, x: torch.vmap(torch.func.grad(f))(torch.stack((x, x))), {"functorch", "vmap", "vmap or forward mode"}
     ),
     "grad": (lambda f, x: torch.func.grad(f)(x), {"functorch"}),
     "torch.jit.trace": (lambda f, x: torch.jit.trace(f, x, check_trace=False), {"jit"}),
-    "recompute": (checkpointed(use_reentrant=False), {"plain", "backward"}),
-    "selective recompute": (checkpointed(use_reentrant=False, context_fn=selective), {"backward", "dispatch mode"}),
+    "recompute": (recompute, {"eager", "backward"}),
+    "selective recompute": (partial(recompute, context_fn=SAVE_NOTHING), {"backward", "dispatch mode"}),
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit")  # torch's own
-@pytest.mark.parametrize("name", WAYS)
-def test_how_torch_is_running(name: str) -> None:
-    call, yes = WAYS[name]
-    seen: list[set[str]] = []
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit")  # from torch itself
+@pytest.mark.parametrize("name", MODES)
+def test_each_mode_of_torch_is_detected_and_its_end_too(name: str) -> None:
+    call, expected = MODES[name]
+    answers: list[set[str]] = []
 
     def function(x: Tensor) -> Tensor:
-        seen.append({question for question, ask in QUESTIONS.items() if ask()})
+        answers.append({question for question, ask in QUESTIONS.items() if ask()})
         return x.sin().sum()
 
     call(function, torch.ones(2))
-    assert seen[-1] == yes
+    assert answers[-1] == expected
     function(torch.ones(2))
-    assert seen[-1] == {"plain"}
+    assert answers[-1] == {"eager"}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit.script. is deprecated")  # torch's own
-def test_in_graphs() -> None:
-    """There the transforms alone are asked for, whatever is the outermost. A constant may be of what no graph holds."""
+def hooked(kind: str) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    getattr(layer, f"register_{kind}_hook")(lambda *_: None)
+    return layer
+
+
+def compiled_in_place() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.compile(backend="eager")
+    return layer
+
+
+def test_predicates_of_tensors_and_modules() -> None:
+    x, layer, unhooked = torch.zeros(2), nn.Linear(2, 2), nn.Linear(2, 2)
+    unhooked.register_forward_hook(lambda *_: None).remove()
+    examples: dict[Callable[[Any], bool], tuple[list[Any], list[Any]]] = {  # arguments that give False; True
+        internals.is_zero_tensor: ([x], [torch._efficientzerotensor(2)]),
+        internals.is_wrapped: ([x], [escaped(x)]),
+        internals.overlaps_itself: ([x, torch.zeros(6)[::2], torch.zeros(1).expand(1)], [x.expand(3, 2)]),
+        internals.has_forward_hooks: ([unhooked, hooked("full_backward")], [hooked("forward"), hooked("forward_pre")]),
+        internals.is_compiled: ([layer], [torch.compile(layer, backend="eager"), compiled_in_place()]),
+    }
+    for predicate, (no, yes) in examples.items():
+        assert [*map(predicate, no + yes)] == [False] * len(no) + [True] * len(yes), predicate
+
+
+def test_names_of_autograd_and_modules() -> None:
+    x = torch.zeros(2)
+    with torch.inference_mode():
+        internals.increment_version((x, torch.zeros(2)))  # the second tensor has no version
+    assert x._version == 1
+    assert "._replicate_for_data_parallel()" in inspect.getsource(torch.nn.parallel.replicate)  # SyncBatchNorm has one
+
+
+def test_guards_distinguish_tensors() -> None:
+    """The answer is cached for the process, so it must not depend on the mode of the first call."""
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")):
+        with mode():
+            assert internals.guards_work.__wrapped__()
+
+
+@pytest.mark.parametrize("tensor_guards", [None, lambda *_, **__: SimpleNamespace(check=lambda *_: True), lambda: None])
+def test_without_working_guards_no_kernel_is_cached(tensor_guards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later torch may lack TensorGuards, accept any tensors, or have another signature."""
+    monkeypatch.setattr(internals, "TensorGuards", tensor_guards)
+    monkeypatch.setattr(internals, "guards_work", internals.guards_work.__wrapped__)
+    kernels = iter(("first", "second"))
+    cache = kernel_cache.Cache(lambda *_: next(kernels))
+    assert [cache.get("config", (torch.ones(2, 3), None)) for _ in range(2)] == ["first", "second"]
+
+
+# Compiled graphs.
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit")  # from torch itself
+def test_questions_in_compiled_graphs() -> None:
+    """Graphs ask for transforms only, in any order. A constant may come from code that Dynamo cannot trace."""
     x = torch.ones(2)
     asked = torch.compile(lambda x: x + internals.is_eager() + internals.is_jit_tracing(), backend="eager")
     assert torch.equal(asked(x), x)
     constant = internals.constant_in_graphs(lambda: len(inspect.stack()) and 42)
 
-    def asks(x: Tensor) -> Tensor:
+    def ask(x: Tensor) -> Tensor:
         return x.sin() if internals.inside_vmap_or_forward_mode() else x * constant()
 
     def transformed(x: Tensor) -> tuple[Tensor, ...]:
-        return asks(x), torch.vmap(asks)(x), torch.func.jvp(asks, (x,), (x,))[0], torch.func.vjp(asks, x)[0]
+        return ask(x), torch.vmap(ask)(x), torch.func.jvp(ask, (x,), (x,))[0], torch.func.vjp(ask, x)[0]
 
     compiled = torch.compile(transformed, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), (42 * x, x.sin(), x.sin(), 42 * x))
 
 
-def test_names_of_tensors() -> None:
+def test_an_export_is_distinguished_from_a_compiled_graph() -> None:
+    """Dynamo compiles both, and torch 2.11 reports every graph as an export."""
+
+    def add_one_in_exports(x: Tensor) -> Tensor:
+        return x + 1 if internals.is_exporting() else x
+
+    class Model(nn.Module):
+        forward = staticmethod(add_one_in_exports)
+
     x = torch.zeros(2)
-    with torch.inference_mode():
-        internals.increment_version((x, torch.zeros(2)))  # the second has no version
-    assert x._version == 1
-    assert [internals.is_zero_tensor(one) for one in (x, torch._efficientzerotensor(2))] == [False, True]
-    several = x, x.expand(3, 2), torch.zeros(6)[::2], torch.zeros(1).expand(1)
-    assert [*map(internals.overlaps_itself, several)] == [False, True, False, False]
+    assert torch.compile(add_one_in_exports, backend="eager", fullgraph=True)(x).tolist() == [0, 0]
+    assert torch.export.export(Model(), (x,), strict=True).module()(x).tolist() == [1, 1]
 
 
-def test_names_of_modules() -> None:
-    layer = nn.Linear(2, 2)
-    for name, runs in (("forward_pre", True), ("forward", True), ("full_backward", False)):
-        with getattr(layer, f"register_{name}_hook")(lambda *_: None):  # removed at the end
-            assert internals.has_forward_hooks(layer) is runs
-        assert not internals.has_forward_hooks(layer)
-    wrapped = torch.compile(layer, backend="eager")
-    assert [internals.is_compiled(one) for one in (layer, wrapped)] == [False, True]
-    layer.compile(backend="eager")
-    assert internals.is_compiled(layer)
-    assert "._replicate_for_data_parallel()" in inspect.getsource(torch.nn.parallel.replicate)  # SyncBatchNorm has one
+def test_a_record_of_a_trace_is_that_of_one_frame() -> None:
+    """In another frame, and outside of any frame, the record is unknown."""
+
+    def record_here(x: Tensor) -> Tensor:
+        internals.note_call(False)
+        return x + internals.note_call(True)
+
+    x = torch.zeros(())
+    assert torch.compile(record_here, backend="eager", fullgraph=True)(x) == 0
+    internals.note_call(False)
+    assert torch.compile(lambda x: x + internals.note_call(False), backend="eager", fullgraph=True)(x) == 1
+    assert internals.note_call(True)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
-def test_names_of_groups(group_of_one: dist.ProcessGroup) -> None:
-    """The operator of all_reduce leaves its argument. The class of stages is the one that torch builds; the schedules'
-    tests have the other."""
-    from torch.distributed import pipelining
+# Process groups.
 
+
+def test_stores_names_and_timeouts_of_groups(group_of_one: dist.ProcessGroup) -> None:
+    """all_reduce_operator leaves its argument unchanged."""
     values = torch.arange(3.0)
     internals.all_reduce_operator(values, group_of_one).add_(1)
     assert torch.equal(values, torch.arange(3.0))
@@ -161,17 +197,26 @@ def test_names_of_groups(group_of_one: dist.ProcessGroup) -> None:
     assert internals.registered_name(second) == second.group_name
     assert internals.group_timeout(second) == timedelta(seconds=33)
 
-    stage = pipelining.pipeline(nn.Linear(2, 2), (torch.ones(1, 2),)).build_stage(0, torch.device("cpu"), group_of_one)
-    assert [internals.is_pipeline_stage(one) for one in (stage.submod, stage)] == [False, True]
-    assert (stage.stage_index, stage.group) == (0, group_of_one)
-    norm, sent_by = nn.BatchNorm1d(2), []
-    norm.register_forward_pre_hook(lambda *_: sent_by.append(internals.broadcasting_ddp(norm.running_mean)))
+
+def test_the_ddp_that_broadcasts_a_buffer_is_found_in_its_forward(group_of_one: dist.ProcessGroup) -> None:
+    norm, found = nn.BatchNorm1d(2), []
+    norm.register_forward_pre_hook(lambda *_: found.append(internals.broadcasting_ddp(norm.running_mean)))
     ddp = DistributedDataParallel(norm)
     assert ddp(torch.ones(2, 2)).equal(norm(torch.ones(2, 2)))
-    assert sent_by == [ddp, None]
+    assert found == [ddp, None]
 
 
-# None is what torch finds, with a GPU nccl too. On GPUs it is the current one, as of "nccl" and "cuda:nccl".
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # from torch itself
+def test_a_stage_that_torch_builds_is_a_pipeline_stage(group_of_one: dist.ProcessGroup) -> None:
+    """test_pipeline_schedules.py has the other class of stages."""
+    from torch.distributed import pipelining  # here: syncbn searches for stages only once it is imported
+
+    stage = pipelining.pipeline(nn.Linear(2, 2), (torch.ones(1, 2),)).build_stage(0, torch.device("cpu"), group_of_one)
+    assert [internals.is_pipeline_stage(candidate) for candidate in (stage.submod, stage)] == [False, True]
+    assert (stage.stage_index, stage.group) == (0, group_of_one)
+
+
+# With None torch chooses the backends. "cuda:gloo" stands for "nccl" and "cuda:nccl", which need a GPU.
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", None, "cuda:gloo"])
 def test_device_of_a_group(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
@@ -186,16 +231,8 @@ def test_device_of_a_group(backend: str | None, monkeypatch: pytest.MonkeyPatch)
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_stream_of_a_gpu() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    assert internals.stream_handle(device) == torch.cuda.current_stream().cuda_stream
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        assert internals.stream_handle(device) is None
-
-
-def test_no_default_argument_keeps_the_group() -> None:
-    """torch.distributed.nn.functional does if it is imported while there is a group; syncbn does not import it."""
+def test_no_default_argument_keeps_a_group_alive() -> None:
+    """torch.distributed.nn.functional would, if it was first imported after the group was created."""
     code = """
 import weakref, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -204,32 +241,12 @@ group = weakref.ref(dist.group.WORLD)
 dist.destroy_process_group()
 assert group() is None
 """
-    run(sys.executable, "-c", code)  # which imports torch again
+    run(sys.executable, "-c", code)  # a new process: the programs of run_text have imported the module
 
 
-def test_a_graph_is_no_export() -> None:
-    """Though Dynamo compiles both, and torch 2.11 takes every graph for an export."""
-
-    def add_one_in_exports(x: Tensor) -> Tensor:
-        return x + 1 if internals.is_exporting() else x
-
-    class Model(nn.Module):
-        forward = staticmethod(add_one_in_exports)
-
-    x = torch.zeros(2)
-    assert torch.compile(add_one_in_exports, backend="eager", fullgraph=True)(x).tolist() == [0, 0]
-    assert torch.export.export(Model(), (x,), strict=True).module()(x).tolist() == [1, 1]
-
-
-def test_a_record_of_a_trace_is_that_of_one_frame() -> None:
-    """In another frame, and outside of any, the record is unknown."""
-
-    def record_here(x: Tensor) -> Tensor:
-        internals.note_call(False)
-        return x + internals.note_call(True)
-
-    x = torch.zeros(())
-    assert torch.compile(record_here, backend="eager", fullgraph=True)(x) == 0
-    internals.note_call(False)
-    assert torch.compile(lambda x: x + internals.note_call(False), backend="eager", fullgraph=True)(x) == 1
-    assert internals.note_call(True)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_stream_has_a_handle_unless_it_captures_a_graph() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert internals.stream_handle(device) == torch.cuda.current_stream().cuda_stream
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert internals.stream_handle(device) is None

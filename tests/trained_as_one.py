@@ -1,4 +1,4 @@
-"""Models and losses that the ranks which `syncbn.testing` starts can import."""
+"""Models and losses that can be imported by the ranks of `syncbn.testing`."""
 
 import os
 
@@ -9,7 +9,7 @@ import syncbn
 
 
 def local_model() -> nn.Module:
-    """With dropout, and a bias before batch norm, whose gradient is nothing but rounding."""
+    """Return a model with dropout, and a bias before batch norm whose gradient is only rounding errors."""
     return nn.Sequential(
         nn.Conv2d(3, 4, 3),
         nn.BatchNorm2d(4),
@@ -32,7 +32,7 @@ def partly_converted_model() -> nn.Module:
 
 
 def built_model() -> nn.Module:
-    """Of layers that no conversion can go back from."""
+    """Return a model whose layers cannot be reverted, because they were not converted."""
     return nn.Sequential(syncbn.SyncBatchNorm(3), nn.SyncBatchNorm(3), nn.Conv2d(3, 1, 8), nn.Flatten(0)).apply(
         lambda layer: syncbn.convert_syncbn_model(layer) if isinstance(layer, nn.SyncBatchNorm) else None
     )
@@ -43,7 +43,7 @@ def model_by_node() -> nn.Module:
 
 
 def frozen_model() -> nn.Module:
-    """Whose statistics do not move."""
+    """Return a model whose first batch norm is in evaluation mode."""
     whole = local_model()
     whole[1].eval()
     syncbn.convert_syncbn_model(whole[6])
@@ -51,7 +51,7 @@ def frozen_model() -> nn.Module:
 
 
 class WithMore(nn.Module):
-    """Its layers do what nn.BatchNorm2d cannot, so that cannot replace them. It takes x (N, 3, H, 8)."""
+    """A model that nn.BatchNorm2d cannot express: relu, residual, mask and channel_last. It takes x (N, 3, H, 8)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class WithMore(nn.Module):
 
 
 class OwnLoss(nn.Module):
-    """Changes its input in place, and returns a loss."""
+    """A model that changes its input in place and returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,14 +75,14 @@ class OwnLoss(nn.Module):
 
 
 def doubling_model() -> nn.Module:
-    """Its layers double their outputs, on one rank as on many: only nn.BatchNorm shows that."""
+    """Return a model whose layers double their outputs on any number of ranks. Only nn.BatchNorm shows the error."""
     forward = syncbn.SyncBatchNorm.forward
     syncbn.SyncBatchNorm.forward = lambda *given: 2 * forward(*given)
     return model()
 
 
 def no_model() -> None:
-    """Which forgets to return it."""
+    """Return None, like a function that lacks its return statement."""
 
 
 def mean_square(output: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Training that must end equal: on ranks and by one process with the whole batches; of a module and what wraps it. And
-a count of collectives."""
+"""Train models on ranks and on one process with the whole batches, compare the results, and count collectives."""
 
 import contextlib
 import copy
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,11 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from voting import Ranks
 
-SHARE = 2  # samples of a rank in a step
+# torch 2.13 renamed the argument and warns of the old name.
+_parameters = inspect.signature(DistributedDataParallel).parameters
+BROADCAST_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _parameters else "broadcast_buffers"
+SHARE = 2  # samples per rank and step
 
 
 def small_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Of (N, 1, 8, 8), with 5 classes; two blocks and a head. One batch norm takes the average of all steps."""
+    """Return a classifier of (N, 1, 8, 8) with 5 classes: two blocks and a head. One batch norm has momentum=None."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
@@ -32,7 +35,7 @@ def small_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 
 class Checkpointed(nn.Module):
-    """Computes `block` again in backward."""
+    """Recomputes `block` in backward."""
 
     def __init__(self, block: nn.Module, **options: object) -> None:
         super().__init__()
@@ -43,7 +46,7 @@ class Checkpointed(nn.Module):
 
 
 def shard(model: nn.Module, ranks: Ranks, **options: object) -> nn.Module:
-    """FSDP2 of every block, then of the rest."""
+    """Apply fully_shard to the first two blocks, then to the rest."""
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     for block in model[:2]:
         fully_shard(block, mesh=mesh, **options)
@@ -51,7 +54,7 @@ def shard(model: nn.Module, ranks: Ranks, **options: object) -> nn.Module:
 
 
 def whole_batches(ranks: Ranks, num_steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """x (T, N, 1, 8, 8) and labels (T, N) of all ranks, the same on each."""
+    """Return x (T, N, 1, 8, 8) and labels (T, N) for T steps of all ranks. They are equal on all ranks."""
     generator = torch.Generator().manual_seed(1)
     size = SHARE * ranks.size
     x = torch.randn(num_steps, size, 1, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
@@ -59,14 +62,14 @@ def whole_batches(ranks: Ranks, num_steps: int, dtype: torch.dtype = torch.float
 
 
 def mine(ranks: Ranks, *tensors: Tensor) -> list[Tensor]:
-    """This rank's samples of (T, N, ...)."""
+    """Return this rank's samples of tensors (T, N, ...)."""
     return [tensor[:, ranks.even(tensor.shape[1])] for tensor in tensors]
 
 
 def train(
     model: nn.Module, x: Tensor, labels: Tensor, after_backward: Callable[[], object] = lambda: None
 ) -> list[float]:
-    """A step for each of T batches; their losses."""
+    """Train a step for each of T batches and return the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for images, targets in zip(x, labels, strict=True):
@@ -89,14 +92,14 @@ def require_equal_state(actual: nn.Module, expected: nn.Module) -> None:
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Within, no parameter and no buffer changes by a bit."""
+    """Check that no bit of a parameter or buffer changes within the context."""
     before = copy.deepcopy(module.state_dict())
     yield
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 
 
 def require_trains_as(alone: nn.Module, ranks: Ranks, model: nn.Module, wrapped: nn.Module | None = None) -> None:
-    """`model`, under DDP or `wrapped`, on the ranks' shares ends as `alone` does on the whole batches."""
+    """Train `alone` on whole batches and `wrapped` (default: DDP of `model`) on own samples. They must end equal."""
     x, labels = whole_batches(ranks, num_steps=4)
     train(alone, x, labels)
     train(wrapped or DistributedDataParallel(model), *mine(ranks, x, labels))
@@ -104,7 +107,7 @@ def require_trains_as(alone: nn.Module, ranks: Ranks, model: nn.Module, wrapped:
 
 
 def frees_first_batch(model: nn.Module, device: torch.device | str = "cpu") -> bool:
-    """Whether the first batch (4, 3, 5) of a training loop is freed in the third step, in the function of the loop."""
+    """Return whether the first batch (4, 3, 5) is freed by the third step, in the function of the training loop."""
     for index in range(3):
         x = torch.randn(4, 3, 5, device=device)
         if index == 0:
@@ -114,7 +117,7 @@ def frees_first_batch(model: nn.Module, device: torch.device | str = "cpu") -> b
 
 
 def step(call: Callable[..., Tensor], layer: nn.Module, x: Tensor, **options: object) -> dict[str, Tensor | None]:
-    """The output, the gradients, and the buffers of `layer` after a training step by `call`, which may wrap it."""
+    """Return output, gradients and buffers of `layer` after a training step of `call`, which may wrap the layer."""
     x = x.detach().clone().requires_grad_()
     layer.zero_grad()
     output = call(x, **options)
@@ -125,8 +128,8 @@ def step(call: Callable[..., Tensor], layer: nn.Module, x: Tensor, **options: ob
 
 
 class CountCollectives(TorchDispatchMode):
-    """Within the context, on every thread of autograd: how many operators of torch.distributed ran. (CommDebugMode
-    hooks modules, and a forward inside backward confuses its hooks.)"""
+    """Count the operators of torch.distributed within the context, on all threads of autograd. (CommDebugMode hooks
+    modules, and a forward inside a backward confuses its hooks.)"""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""A pytest plugin for tests on several ranks: what fails on one rank fails on all, and disturbs no other test.
+"""A pytest plugin for tests on several ranks: a test that fails on one rank fails on all, and affects no other test.
 
-Without it a rank that fails before a collective leaves its peers waiting there; they would pair with that rank's NEXT
-test, and the wrong test would fail. So every phase of every test ends in a vote over a store that torchrun provides. A
-failing rank first destroys its process group, whereupon peers that wait in a collective wake with an error; then all
-ranks write their outcome, read all others', and raise the same AssertionError; then all make a new process group.
+Without the plugin, a rank that fails before a collective would leave the other ranks waiting in it. They would pair
+with the NEXT test of the failed rank, and the wrong test would fail. So each phase of each test ends with a vote over
+torchrun's store. A failing rank first destroys its process group, which raises an error on ranks that wait in a
+collective. Then all ranks exchange their outcomes, raise the same AssertionError and create a new process group.
 
     torchrun --standalone --nproc-per-node 2 -m pytest -p voting ...
 """
@@ -23,39 +23,39 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before there is a group: it would keep that group
+import torch.distributed.nn.functional  # imported later it would keep a reference to the default group
 from jobs import wait_until
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # on a busy machine one rank may be minutes behind
-VOTE_TIMEOUT = timedelta(minutes=10)  # longer than a collective's: a rank that waits in one still comes to vote
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # A rank may be minutes late on a busy machine.
+VOTE_TIMEOUT = timedelta(minutes=10)  # a rank that waits in a collective votes after its time-out
 
 
 class Ranks(NamedTuple):
-    """This process among its peers."""
+    """The rank and device of this process, and the number of ranks."""
 
     rank: int
     size: int
     device: torch.device
 
     def slices(self, sizes: list[int]) -> slice:
-        """This rank's part of a batch that is split into `sizes`, one a rank."""
+        """Return the slice of this rank for a batch that is split into `sizes`, one for each rank."""
         start = sum(sizes[: self.rank])
         return slice(start, start + sizes[self.rank])
 
     def even(self, batch: int) -> slice:
-        """This rank's part of a batch that every rank has the same share of."""
+        """Return the slice of this rank for a batch that is split evenly."""
         assert batch % self.size == 0
         return self.slices([batch // self.size] * self.size)
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of `tensor` over all ranks."""
+        """Return the sum of `tensor` over all ranks."""
         total = tensor.detach().clone()
         dist.all_reduce(total)
         return total
 
 
 class World:
-    """The store for votes, and a process group that can be made anew."""
+    """The store of the votes, and the default process group, which can be replaced."""
 
     def __init__(self) -> None:
         self.store, rank, size = next(dist.rendezvous("env://"))
@@ -63,7 +63,7 @@ class World:
         num_gpus = torch.cuda.device_count()
         self.backend = os.environ.get("TESTS_BACKEND") or ("nccl" if num_gpus >= size else "gloo")
         if num_gpus < size:
-            os.environ["NCCL_HOSTID"] = str(rank)  # nccl refuses two ranks of one host on one GPU
+            os.environ["NCCL_HOSTID"] = str(rank)  # nccl refuses two ranks of a host on one GPU
         device = torch.device("cuda", rank % num_gpus) if num_gpus else torch.device("cpu")
         if num_gpus:
             torch.cuda.set_device(device)
@@ -72,7 +72,7 @@ class World:
         self.num_votes = 0
 
     def enter(self, backend: str | None = "") -> None:
-        """Make the default process group; with another backend than the tests' if one is given."""
+        """Create the default process group, with the backend of the tests unless another is given."""
         self.num_groups += 1
         dist.init_process_group(
             self.backend if backend == "" else backend,
@@ -82,21 +82,21 @@ class World:
             timeout=COLLECTIVE_TIMEOUT,
             device_id=self.ranks.device if self.backend == "nccl" else None,
         )
-        # A rank that destroyed the group at once would close connections that others are still making.
+        # A rank that destroys the group at once would close connections that other ranks are still opening.
         dist.barrier()
 
     def leave(self) -> None:
-        """Destroy it and all its subgroups, if a failing rank has not yet."""
+        """Destroy all process groups, unless this rank has failed and destroyed them."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def make_anew(self, backend: str | None = "") -> None:
-        """Another default process group, for which no subgroups are made yet."""
+        """Replace the default process group by a new one, which has no subgroups."""
         self.leave()
         self.enter(backend)
 
     def exchange(self, outcome: str) -> list[str]:
-        """Every rank's outcome of the same vote."""
+        """Return the outcomes of all ranks in the same vote."""
         self.num_votes += 1
         keys = [f"vote {self.num_votes} rank {rank}" for rank in range(self.ranks.size)]
         self.store.set(keys[self.ranks.rank], outcome)
@@ -104,7 +104,7 @@ class World:
 
 
 class Reports(logging.Handler):
-    """What syncbn logs on the ranks in a test. Each rank keeps its own text in the store of the votes."""
+    """The log messages of syncbn on all ranks in a test. Each rank writes its own to the store of the votes."""
 
     def __init__(self, rank: int, store: dist.Store) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Reports(logging.Handler):
         self.store.set(f"reports of rank {self.rank}", self.text)
 
     def wait_for(self, expected: str, rank: int = 0) -> None:
-        """Wait until a rank, which may itself be waiting in a collective, has reported this regular expression."""
+        """Wait until the log of a rank matches a regular expression. That rank may be waiting in a collective."""
 
         def text() -> str:
             return self.store.get(f"reports of rank {rank}").decode()
@@ -131,18 +131,18 @@ world: World | None = None
 
 
 def release_locals(error: BaseException) -> None:
-    """Drop what the frames below `error` hold: gloo closes its connections, which wakes the peers, only when the last
-    reference to a group goes, and each autograd graph in the test's frames holds one."""
+    """Release the local variables of the frames of `error`. Each autograd graph in a test keeps a reference to its
+    group, and gloo closes its connections, which wakes waiting ranks, only when the last reference is released."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        with contextlib.suppress(RuntimeError):  # still running
+        with contextlib.suppress(RuntimeError):  # the frame is still running
             frame.clear()
-        frame.f_locals  # noqa: B018  # before Python 3.13 a snapshot of the locals, which this refreshes
+        frame.f_locals  # noqa: B018  # before Python 3.13 this refreshes the snapshot of the locals
     gc.collect()
 
 
 @contextlib.contextmanager
 def vote() -> Iterator[None]:
-    """Fail the body on every rank when it fails on one."""
+    """Make the body of the context fail on all ranks if it fails on one."""
     assert world is not None
     error: BaseException | None = None
     try:
@@ -175,7 +175,7 @@ pytest_runtest_call = pytest_runtest_setup
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each rank temporary folders of its own: pytest's clean-up of common ones fails beside another's."""
+    """Give each rank temporary folders of its own. Several ranks that clean up common folders fail."""
     if config.option.basetemp is None:
         folder = tempfile.TemporaryDirectory()
         config.add_cleanup(folder.cleanup)
@@ -192,14 +192,14 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:  # as with -k for a test of another part
+    if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:  # for example with -k for a test of another part
         session.exitstatus = pytest.ExitCode.OK
     if world is not None:
-        world.exchange("")  # the store lives with torchrun, but let nobody leave while another still reads a vote
+        world.exchange("")  # no rank leaves while another still reads a vote
         world.leave()
         if world.ranks.rank > 0 and session.exitstatus == pytest.ExitCode.TESTS_FAILED:
-            # Rank 0 failed the same tests. torchrun ends all ranks at the first that fails: let that be the one which
-            # has printed its summary.
+            # Rank 0 has failed the same tests. torchrun ends all ranks when the first one fails; this should be rank 0,
+            # after it has printed its summary.
             session.exitstatus = pytest.ExitCode.OK
 
 

@@ -1,4 +1,4 @@
-"""Tests on several ranks, launched by torchrun with `-p voting`; without it there is nothing to collect here."""
+"""Settings of tests on several ranks. They are collected only under torchrun, with `-p voting`."""
 
 import gc
 import os
@@ -16,12 +16,12 @@ from syncbn.ranks.collective import Collective
 NUM_RANKS = os.environ.get("WORLD_SIZE")
 collect_ignore_glob = [] if "RANK" in os.environ else ["*"]
 
-# of torch's own, in Dynamo and Inductor (torch 2.13, November 2026)
+# Dynamo and Inductor cause these warnings themselves (torch 2.13, November 2026).
 WARNINGS_OF_COMPILERS = "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip on other numbers of ranks what is marked for two, as graphs are: nothing in them depends on W."""
+    """Run tests that are marked `two_ranks`, such as tests of graphs, on two ranks only."""
     for item in items:
         if item.get_closest_marker("compiles"):
             item.add_marker(pytest.mark.filterwarnings(*WARNINGS_OF_COMPILERS))
@@ -32,8 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_yet(request: pytest.FixtureRequest) -> None:
-    """No graph of another test, and no group that an error of another test holds: Dynamo would trace what runs when the
-    group ends."""
+    """Discard the graphs of other tests, and groups that an error of another test keeps alive: otherwise Dynamo would
+    trace the code that runs at the end of a group."""
     if request.node.get_closest_marker("compiles"):
         torch._dynamo.reset()
         gc.collect()
@@ -41,23 +41,23 @@ def nothing_compiled_yet(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error waits for what the other ranks write, longer than a busy machine lets a rank wait for a core."""
+    """Let an error wait longer for the other ranks' positions than a rank waits for a core on a busy machine."""
     monkeypatch.setattr(report, "SETTLE_SECONDS", 10.0)
 
 
 @pytest.fixture
 def reports(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reports]:
-    """The reports of ranks that warn when they have waited half a second."""
+    """Return the reports of the ranks, which warn after waiting for half a second."""
     monkeypatch.setattr(Collective, "next_warning_seconds", 0.5)
     monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.1)
     reports = Reports(ranks.rank, voting.world.store)
     watchdog.log.addHandler(reports)
-    dist.barrier()  # no rank waits for a report of the test before
+    dist.barrier()  # no rank still waits for a report of the previous test
     yield reports
     watchdog.log.removeHandler(reports)
 
 
 @pytest.fixture
 def sign_nothing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """The layers of a rank that calls it go on as if it had started with SYNCBN_CHECKS=0, if they have not begun."""
+    """Return a function that switches this rank's checks off, like SYNCBN_CHECKS=0, before its first training call."""
     return lambda: monkeypatch.setenv("SYNCBN_CHECKS", "0")

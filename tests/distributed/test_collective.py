@@ -1,11 +1,10 @@
-"""Catches payloads that are not added up on every rank: small groups of gloo exchange theirs, all others all_reduce."""
+"""Tests that the payload is summed over all ranks, by all_to_all in small gloo groups and by all_reduce in others."""
 
 import datetime
 import functools
 import gc
 import sys
-from types import FrameType
-from unittest import mock
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
@@ -22,28 +21,28 @@ from syncbn.ranks import calls, collective, report
 from syncbn.ranks.watchdog import this_rank
 
 
-def gathered(ranks: Ranks, mine: torch.Tensor) -> list[torch.Tensor]:
-    of_all = [torch.empty_like(mine) for _ in range(ranks.size)]
-    dist.all_gather(of_all, mine)
-    return of_all
+def gather(ranks: Ranks, tensor: torch.Tensor) -> list[torch.Tensor]:
+    tensors = [torch.empty_like(tensor) for _ in range(ranks.size)]
+    dist.all_gather(tensors, tensor)
+    return tensors
 
 
 @pytest.mark.parametrize("use_operator", [False, True])
 @pytest.mark.parametrize("exchanges", [False, True])
 def test_all_ranks_have_the_same_bits(ranks: Ranks, exchanges: bool, use_operator: bool) -> None:
-    """Those of a sum in the order of the ranks, if they exchange."""
+    """With all_to_all they are the bits of a sum in the order of the ranks."""
     generator = torch.Generator().manual_seed(ranks.rank)
     payload = torch.randn(1001, dtype=torch.float64, generator=generator).to(ranks.device)
-    expected = functools.reduce(torch.add, gathered(ranks, payload))
+    expected = functools.reduce(torch.add, gather(ranks, payload))
     total = collective.all_reduce(payload.clone(), dist.group.WORLD, exchanges * ranks.size, use_operator)
     tolerance = 0.0 if exchanges and payload.is_cpu else 1e-14
     torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance)
-    assert all(torch.equal(other, total) for other in gathered(ranks, total))
+    assert all(torch.equal(other, total) for other in gather(ranks, total))
 
 
 @pytest.mark.compiles
-@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # torch's own
-def test_compiled_training_of_a_large_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # from torch itself
+def test_graphs_of_a_large_group_all_reduce(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_internals, "MAX_ALL_TO_ALL_RANKS", ranks.size - 1)
     model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
     graphs = AotEagerAndRecordGraphs()
@@ -56,7 +55,7 @@ def test_compiled_training_of_a_large_group(ranks: Ranks, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("extra", [0, 1])
-def test_long_payloads_all_reduce(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, extra: int) -> None:
+def test_payloads_above_64_kb_all_reduce(ranks: Ranks, extra: int) -> None:
     used = torch.ops.c10d.allreduce_ if extra or ranks.device.type != "cpu" else torch.ops.c10d.alltoall_base_
     payload = torch.ones(8192 + extra, dtype=torch.float64, device=ranks.device)
     with CommDebugMode() as collectives:
@@ -70,14 +69,18 @@ def test_long_payloads_all_reduce(ranks: Ranks, monkeypatch: pytest.MonkeyPatch,
     (2, "cuda:nccl", False), (2, "cpu:mpi,cuda:mpi", False), (2, "cuda:gloo", False),
     (2, "cpu:gloo_of_mine,cuda:gloo", False),
 ])  # fmt: skip
-def test_which_groups_exchange(monkeypatch: pytest.MonkeyPatch, size: int, config: str, expected: bool) -> None:
+def test_gloo_groups_of_up_to_16_ranks_use_all_to_all(
+    monkeypatch: pytest.MonkeyPatch, size: int, config: str, expected: bool
+) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert torch_internals.all_to_all_size(mock.Mock(size=lambda: size)) == size * expected
+    assert torch_internals.all_to_all_size(SimpleNamespace(size=lambda: size)) == size * expected
 
 
 @pytest.mark.two_ranks
-def test_ranks_with_payloads_on_both_sides_of_64_kb(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait until the time-out, and then report how each has called the layer."""
+def test_ranks_with_payloads_on_both_sides_of_64_kb_report_their_channels(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They issue different collectives, so they wait until the time-out."""
     monkeypatch.setattr(report, "SETTLE_SECONDS", 0.3)
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     layer = syncbn.SyncBatchNorm1d(4090 + 10 * ranks.rank, device=ranks.device, process_group=group)

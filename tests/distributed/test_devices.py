@@ -1,7 +1,7 @@
-"""Catches what fails on other devices: a value that the host reads, a tensor on the wrong device, missing float64.
+"""Tests that no call reads values of a GPU tensor, uses the default device, or computes in float64 where it is missing.
 
-Fake tensors have no values, and on them the code takes the path of CUDA tensors: a value read on the host, or a shape
-that depends on one, raises (pytorch#78549, #78656).
+Fake tensors have no values and take the code path of CUDA tensors. An operation that needs a value, or whose shape
+depends on one, raises on fake tensors (pytorch#78549, #78656).
 """
 
 import ast
@@ -33,7 +33,7 @@ OPTIONS = {
 @pytest.mark.two_ranks
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("masked", [False, True])
-def test_training_step(ranks: Ranks, name: str, masked: bool) -> None:
+def test_a_training_step_reads_no_value(ranks: Ranks, name: str, masked: bool) -> None:
     with FakeTensorMode():
         layer = syncbn.SyncBatchNorm(4, **OPTIONS[name])
         x, z = (torch.randn(2, 4, 4, 4, requires_grad=True) for _ in range(2))
@@ -53,7 +53,7 @@ def test_a_bad_argument_of_fake_tensors(ranks: Ranks) -> None:
 
 
 @pytest.mark.two_ranks
-def test_functional_forms(ranks: Ranks) -> None:
+def test_the_functional_forms_read_no_value(ranks: Ranks) -> None:
     with FakeTensorMode():
         x = torch.randn(2, 3, 4, requires_grad=True)
         batch_norm_backward(x.detach(), x.detach(), torch.zeros(3), torch.ones(3))
@@ -65,9 +65,9 @@ def test_functional_forms(ranks: Ranks) -> None:
 
 @pytest.mark.two_ranks
 @pytest.mark.parametrize("strict", [True, False])
-def test_export_of_a_training_step(ranks: Ranks, strict: bool) -> None:
-    """torch.export takes no Python that depends on values either. Several ranks refuse before anything is sent, one
-    rank exports F.batch_norm, with gradients of what stands in front of the layer, and evaluation is exported."""
+def test_an_export_of_training_is_refused_on_several_ranks_and_exact_on_one(ranks: Ranks, strict: bool) -> None:
+    """torch.export traces with fake tensors too. One rank exports F.batch_norm, with the gradients of the layers before
+    it. An export in evaluation always works."""
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), syncbn.SyncBatchNorm2d(3)).double()
     with pytest.raises(RuntimeError, match=r"torch\.export cannot record .* call model.eval\(\) or syncbn.revert_"):
@@ -89,8 +89,8 @@ def test_export_of_a_training_step(ranks: Ranks, strict: bool) -> None:
 
 
 C = 3
-# torch's functions that make a tensor on the default device
-MAKERS = {
+# These functions of torch create a tensor on the default device.
+FACTORIES = {
     "torch.tensor", "torch.as_tensor", "torch.asarray", "torch.scalar_tensor", "torch.zeros", "torch.ones",
     "torch.full", "torch.empty", "torch.eye", "torch.arange", "torch.linspace", "torch.rand", "torch.randn",
     "torch.randint", "torch.randperm",
@@ -112,27 +112,27 @@ CALLS: dict[str, Callable[[syncbn.SyncBatchNorm, Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_no_call_asks_for_the_default_device(ranks: Ranks, name: str) -> None:
-    """Inside torch.device("meta"), as programs have it that construct a model without memory."""
+def test_no_call_uses_the_default_device(ranks: Ranks, name: str) -> None:
+    """Programs use torch.device("meta") to construct a model without memory."""
     layer, x = syncbn.SyncBatchNorm1d(C, device=ranks.device), torch.randn(4, C, device=ranks.device)
     with torch.device("meta"):
         CALLS[name](layer, x)
 
 
-def test_each_tensor_names_its_device() -> None:
-    """Also those of code that runs on GPUs alone."""
+def test_each_call_that_creates_a_tensor_names_its_device() -> None:
+    """This reads the source, so it also covers code that runs on GPUs only."""
     unnamed = [
         f"{file}:{node.lineno}"
         for file in Path(syncbn.__file__).parent.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in MAKERS
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in FACTORIES
         if "device" not in [keyword.arg for keyword in node.keywords]
     ]
     assert not unnamed
 
 
 class MetaLacksFloat64(TorchDispatchMode):
-    """The meta device stands for Apple's MPS."""
+    """Raise where the meta device, which stands for Apple's MPS, gets a float64 tensor."""
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = operator(*args, **(kwargs or {}))
@@ -142,19 +142,18 @@ class MetaLacksFloat64(TorchDispatchMode):
         return result
 
 
-def test_a_device_without_float64(ranks: Ranks) -> None:
+def test_a_device_without_float64_trains_on_one_rank_and_names_the_remedy_elsewhere(ranks: Ranks) -> None:
     x = torch.randn(4, 3, 5, device="meta").requires_grad_()
     alone, layer = (syncbn.SyncBatchNorm1d(3, momentum=None, process_group=group, device="meta") for group in (1, None))
+    mask, untracked = x[:, 0] > 0, syncbn.SyncBatchNorm1d(3, track_running_stats=False, device="meta").eval()
     with MetaLacksFloat64():
         alone(x, x).sum().backward()
         alone.eval()(x)
-        untracked = syncbn.SyncBatchNorm1d(3, track_running_stats=False, device="meta").eval()
-        calls: list[Callable[[], object]] = [
-            lambda: layer(x), lambda: alone.train()(x, mask=x[:, 0] > 0), lambda: sync_batch_stats(x),
-            lambda: sync_batch_stats(x, 1), lambda: untracked(x, mask=x[:, 0] > 0),
+        for call in (
+            lambda: layer(x), lambda: alone.train()(x, mask=mask), lambda: untracked(x, mask=mask),
+            lambda: sync_batch_stats(x), lambda: sync_batch_stats(x, 1),
             lambda: batch_norm_backward(x, x, x[0, :, 0], x[0, :, 0], process_group=1),
-        ]  # fmt: skip
-        for call in calls:
+        ):  # fmt: skip
             with pytest.raises(
                 TypeError, match="float64, which meta does not support; train on the CPU, or on one rank"
             ):

@@ -1,4 +1,4 @@
-"""Catches a converted model that trains otherwise under FSDP, or whose statistics or checkpoints are not whole."""
+"""Tests that a converted model trains under FSDP as on one process, with whole statistics and checkpoints."""
 
 from pathlib import Path
 
@@ -19,9 +19,10 @@ from syncbn.testing import unequal
 STEPS = 4
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:torch.distributed is disabled")  # of dcp.load
-def test_trains_as_one_process_and_loads_at_another_world_size(ranks: Ranks, tmp_path: Path) -> None:
-    """Saved by W ranks; loaded by one process."""
+@pytest.mark.filterwarnings(
+    "ignore:TypedStorage is deprecated", "ignore:torch.distributed is disabled"
+)  # from dcp.load
+def test_w_ranks_train_as_one_process_which_loads_their_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     alone = small_model().to(ranks.device)
     sharded = shard(syncbn.convert_syncbn_model(small_model()).to(ranks.device), ranks)
     assert isinstance(sharded[0][1], syncbn.SyncBatchNorm2d)
@@ -38,34 +39,33 @@ def test_trains_as_one_process_and_loads_at_another_world_size(ranks: Ranks, tmp
 
 
 def test_bf16_mixed_precision(ranks: Ranks) -> None:
-    """Parameters and values in bfloat16; statistics in float32, near those of float32 and bit-equal on all ranks."""
+    """Inputs are bfloat16. Statistics are float32, close to those of float32 training and bit-equal on all ranks."""
     x, labels = whole_batches(ranks, STEPS, torch.float32)
     alone = small_model(torch.float32).to(ranks.device)
     train(alone, x, labels)
     model = syncbn.convert_syncbn_model(small_model(torch.float32)).to(ranks.device)
-    seen: list[torch.dtype] = []
-    model[0][1].register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0].dtype))
+    dtypes: set[torch.dtype] = set()
+    model[0][1].register_forward_pre_hook(lambda layer, inputs: dtypes.add(inputs[0].dtype))
     sharded = shard(model, ranks, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     train(sharded, *mine(ranks, x, labels))
-    assert set(seen) == {torch.bfloat16}
+    assert dtypes == {torch.bfloat16}
     for name, expected in alone.named_buffers():
         torch.testing.assert_close(model.get_buffer(name), expected, rtol=0.05, atol=0.05, msg=name)
     assert not unequal(dict(model.named_buffers()))
 
 
-def test_converting_afterwards_is_refused(ranks: Ranks) -> None:
-    """A batch norm that is sharded by itself has a class of FSDP2's."""
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    plain, layer = nn.BatchNorm2d(4).to(ranks.device), syncbn.convert_syncbn_model(nn.BatchNorm2d(4))
-    for one, name in ((plain, "convert_syncbn_model"), (layer.to(ranks.device), "revert_syncbn_model")):
-        fully_shard(one, mesh=mesh)
-        with pytest.raises(RuntimeError, match=f"call {name} before fully_shard"):
-            getattr(syncbn, name)(nn.Sequential(one))
+@pytest.mark.parametrize("name", ["convert_syncbn_model", "revert_syncbn_model"])
+def test_a_conversion_after_fully_shard_is_refused(ranks: Ranks, name: str) -> None:
+    """fully_shard changes the class of a batch norm that it shards by itself."""
+    layer = nn.BatchNorm2d(4).to(ranks.device)
+    layer = layer if name == "convert_syncbn_model" else syncbn.convert_syncbn_model(layer)
+    fully_shard(layer, mesh=init_device_mesh(ranks.device.type, (ranks.size,)))
+    with pytest.raises(RuntimeError, match=f"call {name} before fully_shard"):
+        getattr(syncbn, name)(nn.Sequential(layer))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # FSDP1 is deprecated
-def test_fsdp1(ranks: Ranks) -> None:
-    """A smoke test, while torch still has it."""
+def test_fsdp1_trains_as_one_process(ranks: Ranks) -> None:
     x, labels = whole_batches(ranks, STEPS)
     alone, model = small_model().to(ranks.device), syncbn.convert_syncbn_model(small_model()).to(ranks.device)
     train(alone, x, labels)

@@ -1,4 +1,4 @@
-"""Catches a rank that waits for others while it alone records a model, and a graph that then does not synchronise."""
+"""Tests that a rank may record a model alone: nothing is sent, and the recorded graph synchronises."""
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ import syncbn
 from syncbn.functional import sync_batch_norm
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")  # of TorchScript
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")  # from TorchScript
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, CallsSuper2d])
-def test_one_rank_records_alone(ranks: Ranks, kind: type[nn.Module]) -> None:
-    """The group is used for the first time while only the last rank records."""
+def test_one_rank_records_without_the_others(ranks: Ranks, kind: type[nn.Module]) -> None:
+    """Only the last rank records, before the group's first collective."""
     model = graph = syncbn.convert_syncbn_model(nn.Sequential(nn.Conv2d(1, 3, 3), kind(3))).to(ranks.device)
     x = torch.randn(2, 3, 6, 6, device=ranks.device)
     if ranks.rank == ranks.size - 1:

@@ -1,4 +1,4 @@
-"""Catches a guide that explains texts that syncbn no longer prints, and dead links on the package index."""
+"""Tests that syncbn prints the messages that the guides explain, and that the package index gets no dead link."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2]
 URLS = {"Repository": "https://example.org/syncbn", "Documentation": "https://guides.example.org/syncbn/"}
 
 
-def test_the_texts_that_are_explained() -> None:
-    """syncbn prints them, word by word; some are put together of two."""
+def test_the_package_has_the_texts_of_each_explained_message() -> None:
+    """A message in the source may consist of two texts around a value."""
     guide = (ROOT / "docs" / "when_ranks_disagree.md").read_text()
     section = guide[guide.index("### Messages of syncbn") : guide.index("## What syncbn reports")]
     cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Run every script with tiny settings. On a machine with a GPU a typing error may cost the whole run."""
+"""Tests that the scripts run with tiny settings. On a machine with a GPU a typing error may cost a whole run."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_dry_run_of_gpu_sh_passes(tmp_path: Path) -> None:
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert parts.keys() == gpu_run.PARTS.keys()
     assert all(part["verdict"].startswith(("passed", "skipped: ")) for part in parts.values()), parts
-    for name in sum(gpu_run.DISTRIBUTED_TESTS, ()):  # A dry run does not start these tests.
+    for name in sum(gpu_run.DISTRIBUTED_TESTS, ()):  # a dry run has no distributed tests
         assert (ROOT / f"tests/distributed/test_{name}.py").exists()
 
 

@@ -1,4 +1,4 @@
-"""Catches a plugin for distributed tests that lets a failure on one rank fail another test, pass on a rank, or hang."""
+"""Tests that a failure on one rank fails that test on all ranks, and neither hangs nor fails another test."""
 
 import re
 import subprocess
@@ -41,4 +41,4 @@ def test_a_failure_on_one_rank_is_a_failure_on_all(tmp_path: Path) -> None:
         for outcome, names in OUTCOMES.items():
             assert re.findall(rf"^{outcome} \S*::test_(\w+)", output, re.MULTILINE) == names.split()
         assert all(f"rank {rank}: AssertionError: only here" in output for rank in range(2))
-        assert "Timed out" not in output, "peers of a failing rank waited for a time-out"
+        assert "Timed out" not in output, "other ranks waited for a time-out"
