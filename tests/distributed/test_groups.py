@@ -290,3 +290,15 @@ def test_the_destroyed_group_of_an_int_is_named(ranks: Ranks) -> None:
         dist.destroy_process_group(syncbn.create_syncbn_process_group(2))
         with pytest.raises(RuntimeError, match="process_group=2 was destroyed"):
             layer(batch(ranks))
+
+
+def test_groups_that_cannot_be_made_are_asked_for_once(ranks: Ranks) -> None:
+    """A second collective of the rank in a forward would meet the next collective of the other ranks."""
+    with pytest.raises(ValueError, match="the ranks ask for different process groups"):
+        if ranks.rank == 0:
+            syncbn.functional.sync_batch_norm(batch(ranks), None, None, training=True, process_group=5)
+        else:
+            syncbn.create_syncbn_process_group(7)
+    own = torch.tensor([1.0], device=ranks.device)
+    dist.all_reduce(own)
+    assert own == ranks.size
