@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -294,11 +295,9 @@ def test_the_destroyed_group_of_an_int_is_named(ranks: Ranks) -> None:
 
 def test_groups_that_cannot_be_made_are_asked_for_once(ranks: Ranks) -> None:
     """A second collective of the rank in a forward would meet the next collective of the other ranks."""
+    train = partial(syncbn.functional.sync_batch_norm, batch(ranks), None, None, training=True)
     with pytest.raises(ValueError, match="the ranks ask for different process groups"):
-        if ranks.rank == 0:
-            syncbn.functional.sync_batch_norm(batch(ranks), None, None, training=True, process_group=5)
-        else:
-            syncbn.create_syncbn_process_group(7)
+        syncbn.create_syncbn_process_group(7) if ranks.rank else train(process_group=5)
     own = torch.tensor([1.0], device=ranks.device)
     dist.all_reduce(own)
     assert own == ranks.size
