@@ -196,9 +196,9 @@ def _format_causes(causes: list[str]) -> str:
     return "\n- ".join(["Possible causes:", *causes]) if len(causes) > 1 else "".join(causes)
 
 
-def is_consequence(departure: str) -> bool:
-    """Return whether a rank has left with an error that follows from another rank's end or absence."""
-    return "syncbn: a collective failed" in departure or positions.FAILED_COLLECTIVE.search(departure) is not None
+def is_consequence(text: str) -> bool:
+    """Return whether a rank has left, or has raised an error, because of another rank's end or absence."""
+    return "syncbn: a collective failed" in text or positions.FAILED_COLLECTIVE.search(text) is not None
 
 
 def report_positions(rank: ThisRank, wait: Wait | None, has_failed: bool = False) -> str:
@@ -295,6 +295,7 @@ def _causes(positions: list[Position], wait: Wait | None) -> list[str]:
     """Return at most three causes for ranks in these positions, the likeliest first; none if the positions already
     explain the failure."""
     departures = [position.departure for position in positions if not is_consequence(position.departure)]
+    has_error = any(position.error and not is_consequence(position.error) for position in positions)
     states = [position.process_state for position in positions]
     places = {(position.pass_name, position.description) for position in positions}
     here = Position() if wait is None else wait.position()
@@ -302,7 +303,7 @@ def _causes(positions: list[Position], wait: Wait | None) -> list[str]:
     # A late rank may also be in another pass, but then it is in an earlier collective.
     in_one_collective = len({(position.group, position.sequence_number) for position in positions}) == 1
     rows: tuple[tuple[object, list[str]], ...] = (
-        ({*departures} - {"", HAS_LEFT, MAY_HAVE_LEFT} or any(position.error for position in positions), []),
+        ({*departures} - {"", HAS_LEFT, MAY_HAVE_LEFT} or has_error, []),
         (any(position.layer_call for position in positions), [CALLS]),
         (any(state.endswith(HAS_ENDED) for state in states), [ENDED, EXTRA_CALL, OTHER_MODEL]),
         (in_one_collective and len(places) > 1, _causes_of_mixture(positions)),

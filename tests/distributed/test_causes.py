@@ -184,3 +184,10 @@ def test_most_ranks_are_elsewhere() -> None:
     here, late = position(3, "forward"), position(2)
     assert report._causes([here, late, late], Waiting())[0] == report.EXTRA_CALL
     assert report._causes([here, here, late], Waiting())[0] == report.LATE
+
+
+def test_an_error_that_follows_from_another_rank_explains_nothing() -> None:
+    """A rank that waits in a layer raises when its group fails. The report still names causes."""
+    failed = "has raised RuntimeError: syncbn: a collective failed on rank 1 after 3.0 s."
+    assert report._causes([position(2), position(3, "forward", error=failed)], None)[0] == report.OUTSIDE
+    assert not report._causes([position(2), position(3, "forward", error="has raised KeyError: 1")], None)
