@@ -264,7 +264,9 @@ def test_faults_in_two_streams_at_once(
     ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch, use_stream: Callable[..., None]
 ) -> None:
     """All ranks raise the earlier, whichever they have seen first, in any stream."""
-    monkeypatch.setattr(status.StreamStatus, "poll", lambda own_status, is_last: None)  # the watchdog has seen none
+    monkeypatch.setattr(
+        status.StreamStatus, "poll", lambda own_status, is_last=False: None
+    )  # the watchdog has seen none
     for stream in (5, 7):
         use_stream(stream)
         model(X, f"bn{1 + (ranks.rank if stream == 5 else 1 - ranks.rank)}")
