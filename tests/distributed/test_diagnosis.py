@@ -349,8 +349,8 @@ def test_models_of_two_default_groups(
     first model, and its position in the first group until its first call in the second."""
     store = dist.PrefixStore(f"two groups {is_seen}", voting.world.store)
     monkeypatch.setattr(positions, "default_store", lambda: store)
-    # The ranks count from one number, which is above those of all earlier groups. An earlier group, which a traceback may
-    # still hold, must not be newer than the groups of this test.
+    # The ranks count from one number, which is above those of all earlier groups. An earlier group, which a traceback
+    # may still hold, must not be newer than the groups of this test.
     start = torch.tensor(next(positions._default_groups))
     dist.all_reduce(start, dist.ReduceOp.MAX)
     positions._default_groups = itertools.count(int(start))
