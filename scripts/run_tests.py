@@ -27,7 +27,7 @@ STARTS_PROGRAMS = {  # part -> its files, tests/test_NAME.py; the longest part c
     "crashes": "crashes faults two_hosts",
     "examples": "examples",
 }
-COMPILES = "test_gpu_static", "test_inductor", "distributed/test_compile", "distributed/test_compile_on_one_rank"
+COMPILES = "test_gpu_static", "test_inductor", "distributed/test_compile"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"
 PYTEST = "pytest -v -o console_output_style=count"  # prints a line with the number of each test
 

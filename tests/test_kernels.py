@@ -543,7 +543,7 @@ def test_faults_in_a_total(kernels: ModuleType, sequence_number: int, trailer: t
     """All that reads a total finds the same, but one value per channel is a fault in forward alone. In a captured graph
     no ends are noted, and nothing without status words."""
     num_values, num_signed, signatures, squares = trailer
-    assert (num_signed * squares != signatures * signatures) == (kind == RANKS_DIFFER), "as EagerReduction compares"
+    assert (num_signed * squares != signatures * signatures) == (kind == RANKS_DIFFER), "as EagerCall compares"
     kind = kind if sequence_number else NO_FAULT
     in_backward = NO_FAULT if kind == ONE_VALUE else kind
     for call, fault_of_call in (
