@@ -102,13 +102,15 @@ def check(device: torch.device) -> tuple[bool, str]:
         if world is not None and (names := unequal(trained.state_dict())):
             errors.append(f"{dtype}: the ranks have different values of {', '.join(names)}")
     passed = passed and not errors
+    verdict = "passed" if passed else "FAILED: these ranks do not train as one process does"
+    if passed and size == 1:
+        verdict = "passed on one rank: no ranks were compared; start the check with torchrun to compare some"
     lines = (
         f"{size} rank{'s' * (size > 1)} ({backend}, {device}) and one process with the whole batch; "
         f"kernels {syncbn.kernels.available()}",
         table(("dtype", "what", "error", "allowed"), rows),
         *errors,
-        "passed" if passed else "FAILED: these ranks do not train as one process does",
-        *["no ranks were compared; start the check with torchrun to compare some"] * (size == 1),
+        verdict,
     )
     return passed, "\n".join(lines)
 

@@ -39,7 +39,10 @@ OTHER_LAYERS = (
     "order on every rank, and for each missing call write loss = loss + layer(x[:0]).sum()."
 )
 SOME_RANKS = "Only some ranks have this layer: pass their group to convert_syncbn_model(model, process_group)."
-MODELS = "Several models of one class have this layer: first train the models in the same order on every rank."
+MODELS = (
+    "Several models of one class have this layer, and the ranks called them in a different order, or a rank has left "
+    "out a call: train the models in the same order on every rank."
+)
 GRAPHS = "Pass create_graph=True on every rank or on none, and use torch.func on every rank or on none."
 SETTINGS = "Give the layer the same settings on every rank, and let schedules change them in the same step."
 DTYPES = "Use autocast on every rank or on none, and the same dtype of model and inputs on every rank."
@@ -165,7 +168,8 @@ def _difference(calls: Sequence[CallReport], can_renumber: bool) -> tuple[str, s
     can_renumber = can_renumber and any(call.call_number == 1 and call.pass_name == "forward" for call in calls)
     in_one_pass = all_have("layer") and all_have("pass_name")
     if not (in_one_pass and (can_renumber or all_have("instance_number"))):
-        line = "in {description}" + "; number {instance_number} of {layer}" * all_have("description")
+        has_number = in_one_pass or all_have("description")
+        line = "in {description}" + "; number {instance_number} of {layer}" * has_number
         return TITLE_LAYERS, line, MODELS if in_one_pass else _format_causes(_causes_of_mixture(calls))
     if any(call.error for call in calls):  # The error may be the only difference.
         return None
