@@ -7,7 +7,7 @@ import syncbn
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 ADDRESSES = PROJECT.get("urls", {})  # none before the first release, see .github/CONTRIBUTING.md
-BLUE, LIGHT_BLUE = "#0072b2", "#56b4e9"  # on white and on black; examples/ draws syncbn in the first
+BLUE, LIGHT_BLUE = "#0072b2", "#56b4e9"  # BLUE is for white pages, as in the plots of examples/
 
 project = "syncbn"
 author = "the syncbn authors"
@@ -16,7 +16,7 @@ extensions = [
     "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton",
 ]  # fmt: skip
 myst_enable_extensions = ["attrs_block"]  # {.doors} gives the list below it a class of static/pages.css
-myst_heading_anchors = 3  # of which a link may name one, as on GitHub
+myst_heading_anchors = 3  # Links may name headings down to this level, as on GitHub.
 html_theme = "furo"
 html_title = f"syncbn {release}"
 html_baseurl = ADDRESSES.get("Documentation", "")

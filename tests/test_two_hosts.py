@@ -27,7 +27,7 @@ class Host:
         self.log, self.agent = folder / f"log of {self.name}", None
 
     def start(self, *job: object) -> None:
-        """Run the command of docs/tutorial.md for several hosts, which is the same on each host."""
+        """Run the command of docs/training_script.md for several hosts, which is the same on each host."""
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29500", "--rdzv-id", "job"]
         torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *rendezvous, *map(str, job)]
         with_name = ["unshare", "--uts", "sh", "-c", f'hostname {self.name} && exec "$@"', "sh"]

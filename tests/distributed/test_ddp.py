@@ -6,9 +6,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from guides import run_block
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import BROADCAST_BUFFERS, mine, require_trains_as, small_model, whole_batches
+from training import BROADCAST_BUFFERS, CountCollectives, mine, require_trains_as, small_model, whole_batches
 from voting import Ranks
 
 import syncbn
@@ -54,6 +55,17 @@ def test_gradients_accumulate_under_no_sync(ranks: Ranks) -> None:
     gradients = ([parameter.grad for parameter in net.parameters()] for net in (model, alone))
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(dict(model.named_buffers()), dict(alone.named_buffers()), rtol=1e-12, atol=1e-12)
+
+
+def test_rank_0_validates_alone(ranks: Ranks) -> None:
+    x, labels = whole_batches(ranks, 2)
+    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(small_model()).to(ranks.device))
+    given = {"ddp": ddp, "loader": [*zip(x, labels, strict=True)], "device": ranks.device}
+    with CountCollectives() as collectives:
+        names = run_block("training_script.md", "if dist.get_rank() == 0:", **given)
+    assert collectives.total == 0
+    assert ("right" in names) == (ranks.rank == 0)
+    assert ddp.module.training
 
 
 @pytest.mark.parametrize(("training", "options"), [(True, {}), (False, {BROADCAST_BUFFERS: False})])

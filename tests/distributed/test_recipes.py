@@ -158,7 +158,7 @@ class Network(nn.Module):
 RECIPE_LINES = {
     "known lengths": ["num_steps = ", "for images, labels in batches:"],
     "unknown lengths": ["def until_all_end", "for images, labels in batches:"],
-    "masks": ["def until_all_end", "masks = "],
+    "masks": ["def until_all_end", "masks = ", "for images, labels in batches:"],
 }
 
 
