@@ -1,6 +1,6 @@
 """A catalogue of what can go wrong on one rank of several, and what the ranks print then.
 
-docs/when_ranks_disagree.md explains the messages. The job is faulty_job.py; its collectives wait for 3 s.
+docs/when_ranks_disagree.md has a table of these faults. The job is faulty_job.py; its collectives wait for 3 s.
 """
 
 import contextlib
