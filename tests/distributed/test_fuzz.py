@@ -251,7 +251,7 @@ class Batch:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Compare an evaluation with F.batch_norm in float64, of this rank's batch if there are no running statistics."""
+        """Compare an evaluation with F.batch_norm in float64. It may take the statistics of this rank's batch."""
         layer, (x, z, mask, _) = self.layer.eval(), self.local()
         counted, tracked = self.counted[self.samples], self.options["track_running_stats"]
         rows = x.movedim(self.channel_dim, -1)[counted].as_subclass(Tensor).double()
