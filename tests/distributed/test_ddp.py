@@ -1,4 +1,4 @@
-"""Tests that a converted model trains under DistributedDataParallel as on one process."""
+"""Tests that a converted model trains under DistributedDataParallel like on one process."""
 
 import contextlib
 import copy
@@ -22,8 +22,8 @@ def test_training_equals_one_process(ranks: Ranks, option: str | None) -> None:
     assert all(row.last_step == f"synchronised over {ranks.size} ranks" for row in syncbn.summary(ddp))
 
 
-class TwoHeads(nn.Module):
-    """The heads take turns; the layers before them are shared."""
+class AlternatingHeads(nn.Module):
+    """A model whose heads take turns, after a shared body."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class TwoHeads(nn.Module):
 
 
 def test_a_step_may_leave_out_a_branch(ranks: Ranks) -> None:
-    alone, model = (TwoHeads().to(ranks.device) for _ in range(2))
+    alone, model = (AlternatingHeads().to(ranks.device) for _ in range(2))
     ddp = DistributedDataParallel(syncbn.convert_syncbn_model(model), find_unused_parameters=True)
     require_trains_as(alone, ranks, model, ddp)
 
@@ -56,12 +56,13 @@ def test_gradients_accumulate_under_no_sync(ranks: Ranks) -> None:
     torch.testing.assert_close(dict(model.named_buffers()), dict(alone.named_buffers()), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("training", "options"), [(True, {}), (False, {BROADCAST_BUFFERS: False})])
-def test_several_forwards_before_a_backward(ranks: Ranks, training: bool, options: dict[str, bool]) -> None:
+@pytest.mark.parametrize("training", [True, False])
+def test_several_forwards_before_a_backward(ranks: Ranks, training: bool) -> None:
     """In evaluation F.batch_norm saves the buffers for its backward, and up to torch 2.12 DDP's broadcast writes to
     them (https://github.com/pytorch/pytorch/issues/24397). Synchronised layers do not need the broadcast."""
     model = nn.Sequential(nn.Linear(3, 3), syncbn.SyncBatchNorm1d(3)).to(ranks.device).train(training)
-    ddp, x = DistributedDataParallel(model, **options), torch.randn(4, 3, device=ranks.device)
+    ddp = DistributedDataParallel(model, **{BROADCAST_BUFFERS: training})
+    x = torch.randn(4, 3, device=ranks.device)
     (ddp(x) + ddp(x)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -84,7 +85,7 @@ def test_all_ranks_skip_a_step_in_which_one_rank_overflows(ranks: Ranks) -> None
 
 @pytest.mark.parametrize("broadcasts", [False, True])  # in this order: a process warns once
 def test_a_warning_if_ddp_broadcasts_buffers_between_groups(ranks: Ranks, broadcasts: bool) -> None:
-    """The broadcast gives the running statistics of rank 0 to ranks that have others, and nothing fails."""
+    """Without the warning, the broadcast would overwrite the running statistics of the second group in silence."""
     if ranks.size < 4:
         pytest.skip("two groups of two ranks")
     layer = syncbn.SyncBatchNorm(3, process_group=2, device=ranks.device)
@@ -97,8 +98,7 @@ def test_a_warning_if_ddp_broadcasts_buffers_between_groups(ranks: Ranks, broadc
 @pytest.mark.skipif(torch.cuda.is_available(), reason="all tensors on a GPU can be shared")
 def test_a_warning_if_processes_may_share_the_buffers(ranks: Ranks) -> None:
     """A conversion keeps shared memory; the copy that the warning recommends does not. A process warns once."""
-    model = nn.Sequential(nn.BatchNorm1d(3)).share_memory()
-    x = torch.randn(4, 3)
+    model, x = nn.Sequential(nn.BatchNorm1d(3)).share_memory(), torch.randn(4, 3)
     syncbn.convert_syncbn_model(copy.deepcopy(model))(x)
     message = r"memory that processes share, .* torch\.multiprocessing\.spawn.* copy\.deepcopy it there"
     with pytest.warns(UserWarning, match=message):
