@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from training import Checkpointed, CountCollectives, step
 from voting import Ranks
 
@@ -29,23 +29,11 @@ def block() -> nn.Module:
     )  # fmt: skip
 
 
-def keep_all_reduces(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
-    """The recipe of docs/torch_features.md."""
-    collectives = torch.ops._c10d_functional
-    keeps = operator in (collectives.all_reduce.default, collectives.all_to_all_single.default)
-    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def selective(policy: object) -> Callable[[nn.Module], nn.Module]:
-    return partial(Checkpointed, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
-
-
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "reentrant": partial(Checkpointed, use_reentrant=True),
     "not reentrant": partial(Checkpointed, use_reentrant=False),
     "checkpoint_wrapper": checkpoint_wrapper,
     "composable": composable_checkpoint,
-    "selective": selective(keep_all_reduces),
 }
 
 
@@ -64,12 +52,12 @@ def compare(plain: nn.Module, wrap: Callable[[nn.Module], nn.Module], x: Tensor,
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_equals_the_unchecked_model(ranks: Ranks, wrapper: str) -> None:
-    """The recompute repeats the collectives of the forward, unless their results are saved."""
+    """The recompute repeats the collectives of the forward. test_guides.py has a policy that saves their results."""
     compare(block(), WRAPPERS[wrapper], rank_input(ranks))
     model = WRAPPERS[wrapper](block().to(ranks.device))
     with CountCollectives() as collectives:
         step(model, model, rank_input(ranks))
-    assert collectives.total == (2 if wrapper == "selective" else 3) * NUM_LAYERS
+    assert collectives.total == 3 * NUM_LAYERS
 
 
 @pytest.mark.compiles
@@ -93,7 +81,9 @@ def test_the_results_of_any_operator_may_be_saved(ranks: Ranks, operator: str) -
     """torch finds a saved result by counting: each operator must run as often in the recompute as in the forward."""
     packet = getattr(torch.ops.aten, operator)
     saved = [getattr(packet, overload) for overload in packet.overloads()]
-    compare(WithOperators(4, momentum=None), selective(saved), rank_input(ranks, 5, 4))
+    context_fn = partial(create_selective_checkpoint_contexts, saved)
+    wrap = partial(Checkpointed, use_reentrant=False, context_fn=context_fn)
+    compare(WithOperators(4, momentum=None), wrap, rank_input(ranks, 5, 4))
 
 
 def test_a_forward_inside_backward_leaves_the_statistics(ranks: Ranks) -> None:
