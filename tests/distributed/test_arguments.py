@@ -222,7 +222,7 @@ def test_a_layer_has_the_channels_of_its_tensors_whatever_num_features_is(ranks:
     layer.load_state_dict(plain.state_dict(), assign="assigned" in kind)  # A lazy layer keeps num_features 0.
     layer = syncbn.convert_syncbn_model(layer)
     if kind == "pruned":
-        layer.num_features = 2 * C  # from before a program replaced the tensors by shorter ones
+        layer.num_features = 2 * C  # A program has replaced the tensors by shorter tensors.
     x = torch.randn(2, C, 4, 4, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(layer(x), plain(x), rtol=1e-4, atol=1e-4)
     with syncbn.accumulate_running_stats(layer):
@@ -240,7 +240,7 @@ def test_a_layer_has_the_channels_of_its_tensors_whatever_num_features_is(ranks:
 
 def test_an_error_names_the_layer_and_every_faulty_rank(ranks: Ranks) -> None:
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.Identity(), nn.BatchNorm1d(C)))
-    for channels in (2, 5 + ranks.rank):  # The first two ranks have the same error, then different errors.
+    for channels in (2, 5 + ranks.rank):  # First, two ranks have the same error, then different errors.
         is_faulty = ranks.rank < 2
         causes = "ranks 0-1: V" if channels == 2 else r"rank 0: .*got 5.*\nrank 1: .*got 6"
         message = rf"^layer '1': .*got {channels}" if is_faulty else rf"layer '1' forward, call \d.\n{causes}"
@@ -310,7 +310,7 @@ def test_errors_need_neither_numpy_nor_the_default_device(ranks: Ranks, monkeypa
 def test_the_rank_whose_sums_are_not_finite_warns_once(
     ranks: Ranks, dtype: torch.dtype, value: float, cause: str | None, mode: Mode
 ) -> None:
-    """The input is not refused: as in torch, running_var becomes infinite or NaN."""
+    """The input is not refused, and running_var becomes infinite or NaN, as in torch."""
     layer = syncbn.SyncBatchNorm2d(C, dtype=torch.float64)
     x = torch.randn(4, C, 5, 5, generator=torch.Generator().manual_seed(ranks.rank)).to(dtype)
     if ranks.rank == 0:

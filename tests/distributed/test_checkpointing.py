@@ -87,7 +87,7 @@ def test_the_results_of_any_operator_may_be_saved(ranks: Ranks, operator: str) -
 
 
 def test_a_forward_inside_backward_leaves_the_statistics(ranks: Ranks) -> None:
-    """syncbn cannot tell a forward in a hook from a recompute. This is documented."""
+    """syncbn cannot distinguish a forward in a hook from a recompute. This is documented."""
     layer = syncbn.SyncBatchNorm1d(3, device=ranks.device)
     x = torch.randn(4, 3, device=ranks.device, requires_grad=True)
     y = x * 1
@@ -107,7 +107,7 @@ def loss(layer: nn.Module, use_reentrant: bool) -> Tensor:
 
 
 def test_backwards_of_different_calls_are_noticed_although_their_recomputes_pair(ranks: Ranks) -> None:
-    """Only the ids of the first forwards tell the calls apart, because the recomputed calls have the same id."""
+    """Only the ids of the first forwards differ. The recomputed calls have the same id."""
     layer = syncbn.SyncBatchNorm(3)
     for order in ([0, 1], [1, 0]):
         losses = [loss(layer, use_reentrant=False) for _ in range(2)]

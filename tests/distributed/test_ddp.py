@@ -82,7 +82,7 @@ def test_all_ranks_skip_a_step_in_which_one_rank_overflows(ranks: Ranks) -> None
         assert torch.equal(model[0].weight, before) == (largest != 1)
 
 
-@pytest.mark.parametrize("broadcasts", [False, True])  # in this order: a process warns once
+@pytest.mark.parametrize("broadcasts", [False, True])  # A process warns once, so False comes first.
 def test_a_warning_if_ddp_broadcasts_buffers_between_groups(ranks: Ranks, broadcasts: bool) -> None:
     """Without the warning, the broadcast would overwrite the running statistics of the second group in silence."""
     if ranks.size < 4:

@@ -16,7 +16,7 @@ from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_s
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's forward mode uses it
 
 C = 3
-Function = Callable[..., Tensor]  # of x and, in this order, weight, bias and z
+Function = Callable[..., Tensor]  # (x, weight, bias, z) -> y; all but x are optional.
 
 
 def definition(
@@ -48,7 +48,7 @@ def function_of_statistics(x: Tensor, mean: Tensor, var: Tensor, count: Tensor |
 
 @dataclass
 class Batch:
-    """The batch of all ranks, which every rank knows, and what is computed from it."""
+    """The batch of all ranks, which every rank has, and the functions to differentiate."""
 
     ranks: Ranks
     names: str = "x weight bias z"
@@ -56,7 +56,7 @@ class Batch:
     masked: bool = False
     channels_last: bool = False
     relu: bool = False
-    of_statistics: bool = False
+    uses_statistics: bool = False
 
     def __post_init__(self) -> None:
         sizes = [*self.sizes[: self.ranks.size]]
@@ -73,14 +73,14 @@ class Batch:
 
     def whole(self, *tensors: Tensor) -> Tensor:
         """Compute the definition, for the tensors of the whole batch."""
-        if self.of_statistics:
+        if self.uses_statistics:
             return function_of_statistics(*tensors, *statistics(*tensors, self.mask))
         return definition(mask=self.mask, relu=self.relu, **dict(zip(self.names.split(), tensors, strict=True)))
 
     def synchronised(self, x: Tensor, *others: Tensor) -> Tensor:
         """Call syncbn, for the tensors of this rank."""
         mask = self.mask[self.samples, 0] if self.masked else None
-        if self.of_statistics:
+        if self.uses_statistics:
             permuted, channel_dim = (x.movedim(1, -1), -1) if self.channels_last else (x, 1)
             return function_of_statistics(x, *sync_batch_stats(permuted, channel_dim=channel_dim, mask=mask))
         options = dict(zip(self.names.split()[1:], others, strict=True))
@@ -141,8 +141,8 @@ WAYS: dict[str, tuple[Way, int | None]] = {
         {"names": "x weight z", "relu": True, "channels_last": True},
         {"sizes": (0, 4, 0, 1), "relu": True},
         {"masked": True, "relu": True, "channels_last": True},
-        {"of_statistics": True, "names": "x", "sizes": (4, 0, 1, 1), "channels_last": True},
-        {"of_statistics": True, "names": "x", "sizes": (0, 4, 0, 1), "masked": True},
+        {"uses_statistics": True, "names": "x", "sizes": (4, 0, 1, 1), "channels_last": True},
+        {"uses_statistics": True, "names": "x", "sizes": (0, 4, 0, 1), "masked": True},
     ],
     ids=str,
 )
@@ -159,7 +159,7 @@ def test_derivatives_equal_those_of_the_whole_batch(ranks: Ranks, name: str, opt
     actual = [gradient if gradient.ndim == 4 else ranks.total(gradient) for gradient in actual]
     torch.testing.assert_close(actual, [*expected], rtol=1e-10, atol=1e-10)
     if num_all_reduces is not None:
-        assert collectives.total == (2 if batch.of_statistics else num_all_reduces)
+        assert collectives.total == (2 if batch.uses_statistics else num_all_reduces)
 
 
 def test_batch_norm_backward_takes_one_collective_in_training_and_none_in_evaluation(ranks: Ranks) -> None:

@@ -31,7 +31,7 @@ def test_hard_inputs_lose_no_digits(ranks: Ranks, case: str, dtype: torch.dtype)
 def test_nan_and_infinity_reach_the_outputs_and_buffers_of_all_ranks(ranks: Ranks, bad: float) -> None:
     torch.manual_seed(0)
     x = torch.randn(2 * ranks.size, C, 4, dtype=torch.float64)
-    x[-1, 1, 2] = bad  # on the last rank
+    x[-1, 1, 2] = bad  # This is a sample of the last rank.
     plain, local = nn.BatchNorm1d(C, dtype=torch.float64), ranks.even(len(x))
     layer = syncbn.SyncBatchNorm1d(C, dtype=torch.float64, device=ranks.device)
     torch.testing.assert_close(layer(x[local].to(ranks.device)).cpu(), plain(x)[local], equal_nan=True)
@@ -75,7 +75,7 @@ def test_a_layer_may_have_any_name(ranks: Ranks, name: str) -> None:
 def test_profiler_ranges_contain_the_collectives(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(C, device=ranks.device)
     x = torch.randn(2, C, device=ranks.device, requires_grad=True)
-    with torch.profiler.profile(acc_events=True) as profile:  # without it torch 2.11 warns
+    with torch.profiler.profile(acc_events=True) as profile:  # Without acc_events torch 2.11 warns.
         layer(x).sum().backward()
     on_cpu = ranks.device.type == "cpu"
     collective, backward = ("alltoall", "syncbn.backward") if on_cpu else ("allreduce", "_StepBackward")  # docs/gpu.md

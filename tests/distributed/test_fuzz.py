@@ -103,10 +103,7 @@ class Program:
 
 
 class Batch:
-    """Random tensors of all ranks of a group. Each rank knows all, and passes its `samples` to the layer.
-
-    Rows are tensors (values per channel, channels).
-    """
+    """Random tensors of all ranks of a group. Each rank has all tensors, and passes its `samples` to the layer."""
 
     def __init__(self, program: Program) -> None:
         draw, self.program, self.layer = program.draw, program, program.layer
@@ -131,11 +128,9 @@ class Batch:
         has_size_1 = {"samples": [False, True, True, True], "broadcast": draw.choices([False, True], k=4)}.get(mask)
         shape = [1 if one else size for size, one in zip(self.places, has_size_1 or [False] * 4, strict=False)]
         counted = torch.rand(shape, generator=generator) < {"": 1.0, "nothing": 0.0}.get(mask, 0.6)
-        ignored, poison = (
-            ~counted.expand(self.places).unsqueeze(self.channel_dim),
-            draw.choice([0.0, math.nan, math.inf]),
-        )
+        poison = draw.choice([0.0, math.nan, math.inf])
         if "expanded" not in layouts:  # An expanded tensor would repeat the poison where values count.
+            ignored = ~counted.expand(self.places).unsqueeze(self.channel_dim)
             x, dy, z = (tensor.masked_fill(ignored, poison) for tensor in (x, dy, z))
         self.counted = counted.expand(self.places).to(device)
         self.mask = counted.view(-1).to(device) if mask == "samples" else counted.to(device) if mask else None
@@ -146,10 +141,8 @@ class Batch:
         requires_grad = draw.choices([False, True], k=len(sizes))
         self.requires_grad = requires_grad[self.rank if self.options["affine"] else 0]
 
-    def rows(self, tensor: Tensor) -> Tensor:
-        return tensor.movedim(self.channel_dim, -1).reshape(-1, self.channels)
-
     def counted_rows(self, tensor: Tensor) -> Tensor:
+        """Return the values that the mask counts: (values per channel, channels)."""
         return tensor.movedim(self.channel_dim, -1)[self.counted]
 
     def from_counted_rows(self, rows: Tensor) -> Tensor:
@@ -241,7 +234,7 @@ class Batch:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Compare an evaluation with F.batch_norm in float64. It may take the statistics of this rank's batch."""
+        """Compare an evaluation with F.batch_norm in float64. The statistics may be those of this rank's batch."""
         layer, (x, z, mask, _) = self.layer.eval(), self.local()
         counted, tracked = self.counted[self.samples], self.options["track_running_stats"]
         rows = x.movedim(self.channel_dim, -1)[counted].as_subclass(Tensor).double()

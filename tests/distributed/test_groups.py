@@ -67,7 +67,7 @@ def test_each_form_of_process_group(ranks: Ranks) -> None:
 
 def test_an_int_given_before_init_process_group_becomes_a_group_in_the_first_training_forward(ranks: Ranks) -> None:
     """Also if the default group was another one. test_compile.py has compiled layers."""
-    alone, of_first_group = [make_layer(1, ranks)], make_layer(dist.group.WORLD, ranks)
+    alone, outdated = [make_layer(1, ranks)], make_layer(dist.group.WORLD, ranks)
     layers = [make_layer(process_group, ranks) for process_group in (None, ranks.size)]
     voting.world.leave()
     alone.append(make_layer(1, ranks))
@@ -81,7 +81,7 @@ def test_an_int_given_before_init_process_group_becomes_a_group_in_the_first_tra
         assert synchronises_all(layer, ranks)
         assert groups.lookup(layer._process_group) is dist.group.WORLD
     with pytest.raises(RuntimeError, match="was destroyed"):
-        of_first_group(random_batch(ranks))
+        outdated(random_batch(ranks))
 
 
 def test_summary_names_group_payload_and_last_step(ranks: Ranks) -> None:
@@ -112,7 +112,7 @@ def test_a_rank_outside_of_the_group_may_build_and_evaluate_a_layer_but_not_trai
     converted = syncbn.convert_syncbn_model(nn.BatchNorm1d(C).to(ranks.device, torch.float64), group)
     pickled = pickle.loads(pickle.dumps(built))
     for layer in (built, converted, copy.deepcopy(built), pickled):
-        assert layer.process_group == group or layer is pickled  # which finds the oldest group of its ranks
+        assert layer.process_group == group or layer is pickled  # A pickle finds the oldest group of the ranks.
         layer.eval()(random_batch(ranks))
         assert syncbn.summary(layer.train())[0].group_size == (ranks.rank == 0)
         if ranks.rank == 0:
@@ -199,7 +199,7 @@ def test_no_other_group_replaces_a_destroyed_group(ranks: Ranks, destroys_all: b
     voting.world.make_anew() if destroys_all else destroy(group)
     copied, pickled = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
     message = "was destroyed, or no such group exists here; create the group"
-    for destroyed in (layer, copied, layer):  # also after the first error
+    for destroyed in (layer, copied, layer):  # The layer raises again after the first error.
         with unchanged(destroyed), pytest.raises(RuntimeError, match=message):
             destroyed(random_batch(ranks))
         destroyed.eval()(random_batch(ranks))
@@ -239,7 +239,7 @@ def layer_of_group_destroyed_by_rank_1(ranks: Ranks) -> syncbn.SyncBatchNorm:
 def test_ranks_that_wait_report_why_another_rank_has_no_group(
     ranks: Ranks, reports: Reports, build: Callable[[Ranks], Callable[[Tensor], object]], text: str
 ) -> None:
-    """Rank 1 raises before it knows in which group the other ranks wait; in this test rank 1 joins them later."""
+    """Rank 1 raises before it knows in which group the other ranks wait. Later it joins their call."""
     call, layer = build(ranks), make_layer(None, ranks)
     if ranks.rank == 1:
         with pytest.raises((RuntimeError, TypeError, ValueError)):

@@ -95,4 +95,4 @@ def test_a_layer_that_synchronises_over_other_stages_is_refused(
             forward(too_large)
     forward(dp)
     forward(1)
-    syncbn.convert_syncbn_model(nn.Sequential(make_stage(0), make_stage(1)).to(ranks.device))(x)  # without a pipeline
+    syncbn.convert_syncbn_model(nn.Sequential(make_stage(0), make_stage(1)).to(ranks.device))(x)  # in no pipeline

@@ -23,7 +23,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs ranks rai
 
 def train_like_one_rank(ranks: Ranks, *sizes: int) -> syncbn.SyncBatchNorm:
     """Compare a step with one rank that holds the concatenated batch, and return the layer. The first ranks have
-    `sizes` samples, and the other ranks 2."""
+    `sizes` samples. All other ranks have 2."""
     sizes = (*sizes, *[2] * ranks.size)[: ranks.size]
     torch.manual_seed(0)
     alone = nn.BatchNorm1d(C, dtype=torch.float64, device=ranks.device)
@@ -63,11 +63,11 @@ def test_promise_2_one_collective_each_way(ranks: Ranks) -> None:
             y.sum().backward()
         return forward.get_total_counts(), backward.get_total_counts()
 
-    layer, of_one_rank = (syncbn.SyncBatchNorm(C, process_group=k, device=ranks.device) for k in (None, 1))
+    layer, local_layer = (syncbn.SyncBatchNorm(C, process_group=k, device=ranks.device) for k in (None, 1))
     x = torch.randn(0 if ranks.rank == 0 else 4, C, device=ranks.device).requires_grad_(ranks.rank > 0)
     assert count_collectives(layer, x) == (1, 1)
     assert count_collectives(layer.eval(), x) == (0, 0)
-    assert count_collectives(of_one_rank, torch.randn(4, C, device=ranks.device)) == (0, 0)
+    assert count_collectives(local_layer, torch.randn(4, C, device=ranks.device)) == (0, 0)
 
 
 # More: test_fuzz.py, test_recipes.py (ranks that run out of data).

@@ -38,7 +38,7 @@ def local_batch(ranks: Ranks, index: int) -> Tensor:
 
 
 def all_values(ranks: Ranks, *indices: int) -> Tensor:
-    """Return the values (n, C) of these batches of all ranks."""
+    """Return the values (n, C) of the batches with these indices, of all ranks."""
     batches = [rank_batch(rank, index, ranks) for index in indices for rank in range(ranks.size)]
     return torch.cat([batch.movedim(1, -1).flatten(0, -2) for batch in batches])
 
@@ -162,10 +162,10 @@ def test_functional_call_may_replace_parameters(ranks: Ranks) -> None:
     close(model[0].running_mean, 0.1 * all_values(ranks, 0, 1).mean(0))
 
 
-@pytest.mark.parametrize("in_block", [True, False])
+@pytest.mark.parametrize("trains_inside", [True, False])
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_a_copy_made_in_a_block_shares_it_only_with_shared_buffers(
-    ranks: Ranks, copied: Callable[[nn.Module], nn.Module], in_block: bool
+    ranks: Ranks, copied: Callable[[nn.Module], nn.Module], trains_inside: bool
 ) -> None:
     """copy.copy shares buffers, so in the block the batches of both layers count as one. A deep copy trains by itself.
     After the block both update their statistics in each call."""
@@ -173,12 +173,12 @@ def test_a_copy_made_in_a_block_shares_it_only_with_shared_buffers(
     with syncbn.accumulate_running_stats(layer):
         other = copied(layer)
         layer(local_batch(ranks, 0))
-        if in_block:
+        if trains_inside:
             other(local_batch(ranks, 1))
-    if not in_block:
+    if not trains_inside:
         other(local_batch(ranks, 1))
     first, second, both = (all_values(ranks, *indices).mean(0) for indices in ([0], [1], [0, 1]))
-    shared = both if in_block else (first + second) / 2
+    shared = both if trains_inside else (first + second) / 2
     close(other.running_mean, shared if copied is copy.copy else second)
     with syncbn.accumulate_running_stats(other):
         other(local_batch(ranks, 2))
@@ -218,7 +218,7 @@ def test_batch_statistics_of_no_value_or_one(ranks: Ranks, channels: int, sample
 
 
 def test_constant_channels_have_variance_0_but_exact_second_derivatives(ranks: Ranks) -> None:
-    """Rounding makes some of these variances negative before they are clamped to 0."""
+    """Rounding errors make some variances negative before the clamp to 0."""
     generator = torch.Generator().manual_seed(0)
     constants, directions = torch.rand(2, 3 * ranks.size, 64, dtype=torch.float64, generator=generator).to(ranks.device)
     x = constants[:1].expand(3, -1).clone().requires_grad_()
@@ -251,7 +251,7 @@ def test_ranks_that_call_different_functions_are_named(ranks: Ranks) -> None:
 
 @pytest.mark.compiles
 def test_compiled_batch_statistics_equal_eager(ranks: Ranks) -> None:
-    """One graph has them and their gradient. (AOTAutograd refuses second derivatives of any graph.)"""
+    """A single graph computes the statistics and the gradient. (AOTAutograd refuses second derivatives.)"""
     x = torch.randn(4, C, 5, generator=torch.Generator().manual_seed(ranks.rank)).to(ranks.device)
     results = []
     for function in (sync_batch_stats, torch.compile(sync_batch_stats, backend="aot_eager", fullgraph=True)):
