@@ -141,25 +141,19 @@ def test_a_subclass_that_updates_other_statistics_is_refused(
 @on_cpu
 @pytest.mark.parametrize("on_one_rank", [False, True])
 @pytest.mark.parametrize("names", ["running_mean", "running_var", "num_batches_tracked", "running_mean running_var"])
-def test_functional_call_with_other_buffers_is_refused(ranks: Ranks, names: str, on_one_rank: bool) -> None:
+def test_functional_call_may_replace_parameters_but_no_buffer(ranks: Ranks, names: str, on_one_rank: bool) -> None:
     """The block would update the module's buffers, not the caller's. Without a block functional_call updates the
     caller's buffers."""
     model = syncbn.convert_syncbn_model(nn.Sequential(OrderedDict(norm=nn.BatchNorm2d(C).double())))
     buffers = {f"norm.{name}": getattr(model.norm, name).clone() for name in names.split()}
-    call = functools.partial(functional_call, model, buffers)
+    call, x = functools.partial(functional_call, model, buffers), local_batch(ranks, 0)
     check_refused(ranks, model, call, on_one_rank)
-    call(local_batch(ranks, 0))
-    assert "norm.running_mean" not in buffers or buffers["norm.running_mean"].any()
-
-
-def test_functional_call_may_replace_parameters(ranks: Ranks) -> None:
-    """functional_call may also pass the module's own buffers."""
-    model = nn.Sequential(make_layer(ranks))
     parameters = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
     with syncbn.accumulate_running_stats(model):
-        for index in range(2):
-            functional_call(model, parameters | dict(model.named_buffers()), local_batch(ranks, index))
-    close(model[0].running_mean, 0.1 * all_values(ranks, 0, 1).mean(0))
+        functional_call(model, parameters | dict(model.named_buffers()), x)
+    close(model.norm.running_mean, 0.1 * all_values(ranks, 0).mean(0))
+    call(x)
+    assert "norm.running_mean" not in buffers or buffers["norm.running_mean"].any()
 
 
 @pytest.mark.parametrize("trains_inside", [True, False])
