@@ -71,11 +71,11 @@ class World:
         self.num_groups = 0
         self.num_votes = 0
 
-    def enter(self, backend: str | None = "") -> None:
-        """Create the default process group, with the backend of the tests unless another is given."""
+    def enter(self) -> None:
+        """Create the default process group."""
         self.num_groups += 1
         dist.init_process_group(
-            self.backend if backend == "" else backend,
+            self.backend,
             store=dist.PrefixStore(f"group {self.num_groups}", self.store),
             rank=self.ranks.rank,
             world_size=self.ranks.size,
@@ -90,10 +90,10 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def make_anew(self, backend: str | None = "") -> None:
+    def make_anew(self) -> None:
         """Replace the default process group by a new one, which has no subgroups."""
         self.leave()
-        self.enter(backend)
+        self.enter()
 
     def exchange(self, outcome: str) -> list[str]:
         """Return the outcomes of all ranks in the same vote."""
