@@ -232,24 +232,26 @@ class Batch:
         dist.all_gather(tensors, tensor, syncbn.create_syncbn_process_group(self.layer.process_group or 0))
         return torch.stack(tensors)
 
-    @torch.no_grad()
     def evaluate(self) -> None:
         """Compare an evaluation with F.batch_norm in float64. The statistics may be those of this rank's batch."""
-        layer, (x, z, mask, _) = self.layer.eval(), self.local()
+        layer, (x, z, mask, dy) = self.layer.eval(), self.local()
         counted, tracked = self.counted[self.samples], self.options["track_running_stats"]
         rows = x.movedim(self.channel_dim, -1)[counted].as_subclass(Tensor).double()
         if not tracked and len(rows) < 2:  # F.batch_norm raises an error.
             return
         with CountCollectives() as collectives:
-            y = layer(x, z, mask)
+            y = layer(x.requires_grad_(), z, mask)
+            y.backward(dy)
         assert collectives.total == 0
         self.check_class(y, x, z)
-        y = y.as_subclass(Tensor).movedim(self.channel_dim, -1)
+        y, grad_x = (tensor.detach().as_subclass(Tensor).movedim(self.channel_dim, -1) for tensor in (y, x.grad))
         assert not y[~counted].any()
+        assert not grad_x[~counted].any()
+        assert grad_x.isfinite().all()
         if not rows.numel():
             return
         tensors = layer.running_mean, layer.running_var, layer.weight, layer.bias
-        mean, var, weight, bias = (None if tensor is None else tensor.double() for tensor in tensors)
+        mean, var, weight, bias = (None if tensor is None else tensor.detach().double() for tensor in tensors)
         expected = F.batch_norm(rows, mean, var, weight, bias, training=not tracked, eps=layer.eps)
         expected = expected if z is None else expected + z.movedim(self.channel_dim, -1)[counted]
         expected = expected.relu() if layer.fuse_relu else expected
