@@ -1,4 +1,4 @@
-"""Models and losses that can be imported by the ranks of `syncbn.testing`."""
+"""Models and losses for `syncbn.testing`, whose ranks import them."""
 
 import os
 
@@ -11,14 +11,9 @@ import syncbn
 def local_model() -> nn.Module:
     """Return a model with dropout, and a bias before batch norm whose gradient is only rounding errors."""
     return nn.Sequential(
-        nn.Conv2d(3, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Dropout(),
-        nn.Flatten(),
-        nn.Linear(144, 10),
-        nn.BatchNorm1d(10),
-    )
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(), nn.Flatten(),
+        nn.Linear(144, 10), nn.BatchNorm1d(10),
+    )  # fmt: skip
 
 
 def model() -> nn.Module:
@@ -44,9 +39,8 @@ def model_by_node() -> nn.Module:
 
 def frozen_model() -> nn.Module:
     """Return a model whose first batch norm is in evaluation mode."""
-    whole = local_model()
+    whole = partly_converted_model()
     whole[1].eval()
-    syncbn.convert_syncbn_model(whole[6])
     return whole
 
 
@@ -77,7 +71,7 @@ class OwnLoss(nn.Module):
 def doubling_model() -> nn.Module:
     """Return a model whose layers double their outputs on any number of ranks. Only nn.BatchNorm shows the error."""
     forward = syncbn.SyncBatchNorm.forward
-    syncbn.SyncBatchNorm.forward = lambda *given: 2 * forward(*given)
+    syncbn.SyncBatchNorm.forward = lambda *args: 2 * forward(*args)
     return model()
 
 

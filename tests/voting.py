@@ -1,8 +1,8 @@
 """A pytest plugin for tests on several ranks: a test that fails on one rank fails on all, and affects no other test.
 
-Without the plugin, a rank that fails before a collective would leave the other ranks waiting in it. They would pair
-with the NEXT test of the failed rank, and the wrong test would fail. So each phase of each test ends with a vote over
-torchrun's store. A failing rank first destroys its process group, which raises an error on ranks that wait in a
+Without the plugin, a rank that fails before a collective would leave the other ranks waiting in it. These ranks would
+pair with the NEXT test of the failed rank, and the wrong test would fail. So each phase of each test ends with a vote
+over torchrun's store. A failing rank first destroys its process group, which raises an error on ranks that wait in a
 collective. Then all ranks exchange their outcomes, raise the same AssertionError and create a new process group.
 
     torchrun --standalone --nproc-per-node 2 -m pytest -p voting ...
@@ -71,11 +71,11 @@ class World:
         self.num_groups = 0
         self.num_votes = 0
 
-    def enter(self, backend: str | None = "") -> None:
-        """Create the default process group, with the backend of the tests unless another is given."""
+    def enter(self) -> None:
+        """Create the default process group."""
         self.num_groups += 1
         dist.init_process_group(
-            self.backend if backend == "" else backend,
+            self.backend,
             store=dist.PrefixStore(f"group {self.num_groups}", self.store),
             rank=self.ranks.rank,
             world_size=self.ranks.size,
@@ -90,10 +90,10 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def make_anew(self, backend: str | None = "") -> None:
+    def make_anew(self) -> None:
         """Replace the default process group by a new one, which has no subgroups."""
         self.leave()
-        self.enter(backend)
+        self.enter()
 
     def exchange(self, outcome: str) -> list[str]:
         """Return the outcomes of all ranks in the same vote."""
@@ -130,13 +130,16 @@ class Reports(logging.Handler):
 world: World | None = None
 
 
-def release_locals(error: BaseException) -> None:
-    """Release the local variables of the frames of `error`. Each autograd graph in a test keeps a reference to its
-    group, and gloo closes its connections, which wakes waiting ranks, only when the last reference is released."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        with contextlib.suppress(RuntimeError):  # the frame is still running
-            frame.clear()
-        frame.f_locals  # noqa: B018  # before Python 3.13 this refreshes the snapshot of the locals
+def release_locals(error: BaseException | None) -> None:
+    """Release the local variables of the frames of `error`, and of errors during whose handling it was raised. Each
+    autograd graph and error of a test keeps a reference to its group. gloo closes its connections, which wakes waiting
+    ranks, only when the last reference is released."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            with contextlib.suppress(RuntimeError):  # The frame is still running.
+                frame.clear()
+            frame.f_locals  # noqa: B018  # before Python 3.13 this refreshes the snapshot of the locals
+        error = error.__context__
     gc.collect()
 
 
@@ -192,7 +195,7 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:  # for example with -k for a test of another part
+    if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:  # -k may select tests of another part only.
         session.exitstatus = pytest.ExitCode.OK
     if world is not None:
         world.exchange("")  # no rank leaves while another still reads a vote

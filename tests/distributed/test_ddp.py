@@ -1,4 +1,4 @@
-"""Tests that a converted model trains under DistributedDataParallel as on one process."""
+"""Tests that a converted model trains under DistributedDataParallel like on one process."""
 
 import contextlib
 import copy
@@ -23,8 +23,8 @@ def test_training_equals_one_process(ranks: Ranks, option: str | None) -> None:
     assert all(row.last_step == f"synchronised over {ranks.size} ranks" for row in syncbn.summary(ddp))
 
 
-class TwoHeads(nn.Module):
-    """The heads take turns; the layers before them are shared."""
+class AlternatingHeads(nn.Module):
+    """A model whose heads take turns, after a shared body."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class TwoHeads(nn.Module):
 
 
 def test_a_step_may_leave_out_a_branch(ranks: Ranks) -> None:
-    alone, model = (TwoHeads().to(ranks.device) for _ in range(2))
+    alone, model = (AlternatingHeads().to(ranks.device) for _ in range(2))
     ddp = DistributedDataParallel(syncbn.convert_syncbn_model(model), find_unused_parameters=True)
     require_trains_as(alone, ranks, model, ddp)
 
@@ -68,35 +68,35 @@ def test_rank_0_validates_alone(ranks: Ranks) -> None:
     assert ddp.module.training
 
 
-@pytest.mark.parametrize(("training", "options"), [(True, {}), (False, {BROADCAST_BUFFERS: False})])
-def test_several_forwards_before_a_backward(ranks: Ranks, training: bool, options: dict[str, bool]) -> None:
+@pytest.mark.parametrize("training", [True, False])
+def test_several_forwards_before_a_backward(ranks: Ranks, training: bool) -> None:
     """In evaluation F.batch_norm saves the buffers for its backward, and up to torch 2.12 DDP's broadcast writes to
     them (https://github.com/pytorch/pytorch/issues/24397). Synchronised layers do not need the broadcast."""
     model = nn.Sequential(nn.Linear(3, 3), syncbn.SyncBatchNorm1d(3)).to(ranks.device).train(training)
-    ddp, x = DistributedDataParallel(model, **options), torch.randn(4, 3, device=ranks.device)
+    ddp = DistributedDataParallel(model, **{BROADCAST_BUFFERS: training})
+    x = torch.randn(4, 3, device=ranks.device)
     (ddp(x) + ddp(x)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_all_ranks_skip_a_step_in_which_one_rank_overflows(ranks: Ranks) -> None:
-    """GradScaler checks the gradients of its own rank. Without DDP the layer alone spreads the infinity."""
+    """GradScaler checks the gradients of its own rank. Even without DDP the layer spreads the infinity."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), syncbn.SyncBatchNorm1d(4)).to(ranks.device)
-    before = model[0].weight.detach().clone()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler(ranks.device.type, 2.0**10)
-    for factor in (float("inf"), 1.0):
+    before = model[0].weight.detach().clone()
+    for largest in (float("inf"), 1.0):
+        optimizer.zero_grad()
         y = model(torch.randn(5, 3, device=ranks.device))
-        scaler.scale((y.pow(3) * (factor if ranks.rank == ranks.size - 1 else 1.0)).sum()).backward()
+        scaler.scale(y.pow(3).sum() * (largest if ranks.rank == 0 else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
-        assert scaler.get_scale() == 2.0**9
-        assert torch.equal(model[0].weight, before) == (factor != 1)
+        assert torch.equal(model[0].weight, before) == (largest != 1)
 
 
-@pytest.mark.parametrize("broadcasts", [False, True])  # in this order: a process warns once
+@pytest.mark.parametrize("broadcasts", [False, True])  # A process warns once, so False comes first.
 def test_a_warning_if_ddp_broadcasts_buffers_between_groups(ranks: Ranks, broadcasts: bool) -> None:
-    """The broadcast gives the running statistics of rank 0 to ranks that have others, and nothing fails."""
+    """Without the warning, the broadcast would overwrite the running statistics of the second group in silence."""
     if ranks.size < 4:
         pytest.skip("two groups of two ranks")
     layer = syncbn.SyncBatchNorm(3, process_group=2, device=ranks.device)
@@ -109,8 +109,7 @@ def test_a_warning_if_ddp_broadcasts_buffers_between_groups(ranks: Ranks, broadc
 @pytest.mark.skipif(torch.cuda.is_available(), reason="all tensors on a GPU can be shared")
 def test_a_warning_if_processes_may_share_the_buffers(ranks: Ranks) -> None:
     """A conversion keeps shared memory; the copy that the warning recommends does not. A process warns once."""
-    model = nn.Sequential(nn.BatchNorm1d(3)).share_memory()
-    x = torch.randn(4, 3)
+    model, x = nn.Sequential(nn.BatchNorm1d(3)).share_memory(), torch.randn(4, 3)
     syncbn.convert_syncbn_model(copy.deepcopy(model))(x)
     message = r"memory that processes share, .* torch\.multiprocessing\.spawn.* copy\.deepcopy it there"
     with pytest.warns(UserWarning, match=message):

@@ -1,4 +1,4 @@
-"""Tests that a converted model trains under FSDP as on one process, with whole statistics and checkpoints."""
+"""Tests that a converted model trains under FSDP like on one process, with whole statistics and checkpoints."""
 
 from pathlib import Path
 
@@ -19,27 +19,24 @@ from syncbn.testing import unequal
 STEPS = 4
 
 
-@pytest.mark.filterwarnings(
-    "ignore:TypedStorage is deprecated", "ignore:torch.distributed is disabled"
-)  # from dcp.load
-def test_w_ranks_train_as_one_process_which_loads_their_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:torch.distributed is disabled")  # dcp.load
+def test_fsdp2_trains_like_one_process_which_loads_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     alone = small_model().to(ranks.device)
     sharded = shard(syncbn.convert_syncbn_model(small_model()).to(ranks.device), ranks)
     assert isinstance(sharded[0][1], syncbn.SyncBatchNorm2d)
     require_trains_as(alone, ranks, sharded, sharded)
-
-    shared_path = [str(tmp_path)]
-    dist.broadcast_object_list(shared_path)
-    dcp.save({"model": get_model_state_dict(sharded)}, checkpoint_id=shared_path[0])
+    paths = [str(tmp_path)]
+    dist.broadcast_object_list(paths)  # All ranks write to the folder of rank 0.
+    dcp.save({"model": get_model_state_dict(sharded)}, checkpoint_id=paths[0])
     single = small_model().to(ranks.device)
     state = {"model": get_model_state_dict(single)}
-    dcp.load(state, checkpoint_id=shared_path[0], no_dist=True)
+    dcp.load(state, checkpoint_id=paths[0], no_dist=True)
     set_model_state_dict(single, state["model"])
     require_equal_state(single, alone)
 
 
-def test_bf16_mixed_precision(ranks: Ranks) -> None:
-    """Inputs are bfloat16. Statistics are float32, close to those of float32 training and bit-equal on all ranks."""
+def test_bf16_mixed_precision_keeps_float32_statistics(ranks: Ranks) -> None:
+    """With bfloat16 inputs, statistics stay close to those of float32 training and bit-identical on all ranks."""
     x, labels = whole_batches(ranks, STEPS, torch.float32)
     alone = small_model(torch.float32).to(ranks.device)
     train(alone, x, labels)
@@ -65,7 +62,7 @@ def test_a_conversion_after_fully_shard_is_refused(ranks: Ranks, name: str) -> N
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # FSDP1 is deprecated
-def test_fsdp1_trains_as_one_process(ranks: Ranks) -> None:
+def test_fsdp1_trains_like_one_process(ranks: Ranks) -> None:
     x, labels = whole_batches(ranks, STEPS)
     alone, model = small_model().to(ranks.device), syncbn.convert_syncbn_model(small_model()).to(ranks.device)
     train(alone, x, labels)

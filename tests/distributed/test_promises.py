@@ -1,6 +1,6 @@
-"""Catches a broken promise of syncbn: nine, in order, as docs/how_it_works.md has them.
+"""The nine promises of syncbn, each with a short test. docs/how_it_works.md lists them.
 
-Begin here; other files try many more cases.
+A comment after each promise names the files with more cases.
 """
 
 import copy
@@ -18,10 +18,12 @@ from voting import Ranks
 import syncbn
 
 C = 3
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs ranks raise at a later call: test_status.py")
 
 
-def train_as_one_rank(ranks: Ranks, *sizes: int) -> syncbn.SyncBatchNorm:
-    """A step with so many samples on the first ranks, and 2 on the others, must equal that of one rank with all."""
+def train_like_one_rank(ranks: Ranks, *sizes: int) -> syncbn.SyncBatchNorm:
+    """Compare a step with one rank that holds the concatenated batch, and return the layer. The first ranks have
+    `sizes` samples. All other ranks have 2."""
     sizes = (*sizes, *[2] * ranks.size)[: ranks.size]
     torch.manual_seed(0)
     alone = nn.BatchNorm1d(C, dtype=torch.float64, device=ranks.device)
@@ -29,98 +31,113 @@ def train_as_one_rank(ranks: Ranks, *sizes: int) -> syncbn.SyncBatchNorm:
         nn.init.normal_(parameter)
     layer = syncbn.convert_syncbn_model(copy.deepcopy(alone))
     x = torch.randn(sum(sizes), C, 5, dtype=torch.float64).to(ranks.device).requires_grad_()
-    own = ranks.slices([*sizes])
-    my_x = x[own].detach().requires_grad_()
-    y, expected = layer(my_x), alone(x)
+    local = ranks.slices([*sizes])
+    local_x = x[local].detach().requires_grad_()
+    y, expected = layer(local_x), alone(x)
     y.sin().sum().backward()
     expected.sin().sum().backward()
     close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
-    close((y, my_x.grad), (expected[own], x.grad[own]))
-    close([ranks.total(one.grad) for one in layer.parameters()], [one.grad for one in alone.parameters()])
+    close((y, local_x.grad), (expected[local], x.grad[local]))
+    close([ranks.total(parameter.grad) for parameter in layer.parameters()], [p.grad for p in alone.parameters()])
     close(layer.state_dict(), alone.state_dict())
     return layer
 
 
+# More: test_equality.py (inputs that lose digits), test_fuzz.py (random layers), test_ddp.py, test_fsdp.py.
 def test_promise_1_w_ranks_equal_one(ranks: Ranks) -> None:
-    train_as_one_rank(ranks)
+    """W ranks equal one rank holding the concatenated batch: outputs, grad_input, running statistics; and grad_weight
+    and grad_bias after summing over ranks."""
+    train_like_one_rank(ranks)
 
 
+# More: test_derivatives.py (second derivatives), test_collective.py, test_checkpointing.py, test_compile.py.
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # CommDebugMode's own hook on the layer
 def test_promise_2_one_collective_each_way(ranks: Ranks) -> None:
-    x = torch.randn(0 if ranks.rank == 0 else 4, C, device=ranks.device)  # an empty rank, and it needs no gradient
-    x.requires_grad_(ranks.rank > 0)
-    of_one = syncbn.SyncBatchNorm(C, process_group=1, device=ranks.device)  # its group may be made here
-    layer = syncbn.SyncBatchNorm(C, device=ranks.device)
-    counts = []
-    for one, batch in ((layer, x), (layer.eval(), x), (of_one, torch.randn(4, C, device=ranks.device))):
-        one.train(one is of_one or not counts)
+    """Exactly 1 collective in forward and 1 in backward, also on ranks without samples or a gradient; 0 in eval and in
+    a group of one rank."""
+
+    def count_collectives(layer: nn.Module, x: torch.Tensor) -> tuple[int, int]:
         with CommDebugMode() as forward:
-            y = one(batch)
+            y = layer(x)
         with CommDebugMode() as backward:
             y.sum().backward()
-        counts.append((forward.get_total_counts(), backward.get_total_counts()))
-    assert counts == [(1, 1), (0, 0), (0, 0)]
+        return forward.get_total_counts(), backward.get_total_counts()
+
+    layer, local_layer = (syncbn.SyncBatchNorm(C, process_group=k, device=ranks.device) for k in (None, 1))
+    x = torch.randn(0 if ranks.rank == 0 else 4, C, device=ranks.device).requires_grad_(ranks.rank > 0)
+    assert count_collectives(layer, x) == (1, 1)
+    assert count_collectives(layer.eval(), x) == (0, 0)
+    assert count_collectives(local_layer, torch.randn(4, C, device=ranks.device)) == (0, 0)
 
 
+# More: test_fuzz.py, test_recipes.py (ranks that run out of data).
 def test_promise_3_uneven_and_empty_ranks(ranks: Ranks) -> None:
-    train_as_one_rank(ranks, 5, 1)
-    layer = train_as_one_rank(ranks, 0, 3)
-    before = copy.deepcopy(layer.state_dict())
+    """Uneven ranks and empty ranks are exact. A step without a value on any rank changes only num_batches_tracked and
+    makes no NaN; gradients of empty inputs are empty, not None."""
+    train_like_one_rank(ranks, 5, 1)
+    layer = train_like_one_rank(ranks, 0, 3)
+    expected = copy.deepcopy(layer.state_dict())
+    expected["num_batches_tracked"] += 1
     layer.zero_grad()
     x = torch.empty(0, C, 5, dtype=torch.float64, device=ranks.device, requires_grad=True)
     y = layer(x)
     y.sum().backward()
-    assert y.shape == x.grad.shape == (0, C, 5)
-    before["num_batches_tracked"] += 1
-    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+    assert y.shape == x.grad.shape == x.shape
+    torch.testing.assert_close(layer.state_dict(), expected, rtol=0, atol=0)
     assert not layer.weight.grad.any()
     assert not layer.bias.grad.any()
 
 
+# More: test_running_stats.py (statistics over several batches), test_recipes.py.
 def test_promise_4_running_statistics_are_the_same_bits(ranks: Ranks) -> None:
+    """Running statistics are bit-identical on all ranks of the layer's group, updated in place (never rebound), once
+    per step."""
     layer = syncbn.SyncBatchNorm(C, device=ranks.device)
-    buffers = [layer.running_mean, layer.running_var, layer.num_batches_tracked]
+    buffers = [*layer.buffers()]
     addresses = [buffer.data_ptr() for buffer in buffers]
     for step in range(1, 4):
         torch.manual_seed(100 * step + ranks.rank)
         layer(torch.randn(3 + ranks.rank, C, device=ranks.device))
         assert layer.num_batches_tracked == step
-    for buffer, now, address in zip(buffers, layer.buffers(), addresses, strict=True):
-        assert now is buffer
-        assert now.data_ptr() == address
-        of_rank_0 = buffer.clone()
-        dist.broadcast(of_rank_0, 0)
-        assert torch.equal(buffer, of_rank_0)
+    for buffer, old, address in zip(layer.buffers(), buffers, addresses, strict=True):
+        assert buffer is old
+        assert buffer.data_ptr() == address
+        expected = buffer.clone()
+        dist.broadcast(expected, 0)
+        assert torch.equal(buffer, expected)
 
 
-def test_promise_5_evaluation_is_local_and_plain(ranks: Ranks) -> None:
+# More: test_equality.py (with a mask), test_conversion.py (without running statistics), test_layer.py.
+def test_promise_5_evaluation_is_local(ranks: Ranks) -> None:
+    """eval() never communicates and is F.batch_norm."""
     layer = syncbn.SyncBatchNorm(C, device=ranks.device)
     layer(torch.randn(4, C, device=ranks.device))
-    layer.eval()
     x = torch.randn(2 + ranks.rank, C, 5, device=ranks.device)
     with CommDebugMode() as collectives:
-        y = layer(x)
+        y = layer.eval()(x)
     assert collectives.get_total_counts() == 0
     expected = F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=layer.eps)
     assert torch.equal(y, expected)
 
 
+# More: test_layer.py (dtypes of parameters), test_fuzz.py.
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_promise_6_dtypes(ranks: Ranks, dtype: torch.dtype) -> None:
-    """The mean, 1 + 2^-8, has one digit more than bfloat16: statistics in that dtype would lose it."""
-    layer = syncbn.SyncBatchNorm(C, momentum=1.0, device=ranks.device, dtype=torch.float32)
+    """Output dtype equals input dtype; batch statistics are never below float32; a buffer keeps its dtype and is
+    rounded once, when written. (The mean, 1 + 2^-8, has one digit more than bfloat16.)"""
+    layer = syncbn.SyncBatchNorm(C, momentum=1.0, device=ranks.device)
     layer.running_var = layer.running_var.bfloat16()
     x = torch.ones(4, C, device=ranks.device).to(dtype)
     x[::2] += 2**-7
     assert layer(x).dtype == dtype
-    assert [buffer.dtype for buffer in (layer.running_mean, layer.running_var)] == [torch.float32, torch.bfloat16]
-    assert torch.equal(layer.running_mean, torch.full_like(layer.running_mean, 1 + 2**-8))
-    num_values = 4 * ranks.size
-    variance = 2.0**-16 * num_values / (num_values - 1)
-    assert torch.equal(layer.running_var, torch.full_like(layer.running_var, variance))
+    unbiased_var = 2.0**-16 * 4 * ranks.size / (4 * ranks.size - 1)
+    expected = torch.full((C,), 1 + 2**-8), torch.full((C,), unbiased_var, dtype=torch.bfloat16)
+    torch.testing.assert_close((layer.running_mean.cpu(), layer.running_var.cpu()), expected, rtol=0, atol=0)
 
 
+# More: test_convert.py, test_recipes.py (FSDP checkpoints).
 def test_promise_7_checkpoints_load_both_ways(ranks: Ranks) -> None:
+    """state_dict keys are those of nn.BatchNorm: checkpoints load both ways."""
     layer, plain = syncbn.SyncBatchNorm2d(C, device=ranks.device), nn.BatchNorm2d(C, device=ranks.device)
     assert list(layer.state_dict()) == list(plain.state_dict())
     layer(torch.randn(4, C, 2, 2, device=ranks.device))
@@ -129,20 +146,25 @@ def test_promise_7_checkpoints_load_both_ways(ranks: Ranks) -> None:
     torch.testing.assert_close(plain.state_dict(), layer.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the others raise at a later call")
+# More: test_errors.py (all messages), test_arguments.py; test_status.py (GPUs).
+@on_cpu
 def test_promise_8_a_bad_argument_is_raised_on_every_rank(ranks: Ranks) -> None:
+    """A bad argument is a ValueError or TypeError with the values and the remedy, in eager mode on every rank; on a GPU
+    the other ranks raise at a later call."""
     layer = syncbn.SyncBatchNorm(C)
-    bad, message = torch.randn(4, C), f"in SyncBatchNorm forward, call 1.\nrank {ranks.size - 1}: ValueError: "
-    if ranks.rank == ranks.size - 1:
-        bad, message = torch.randn(4, C + 1), "^SyncBatchNorm: "
-    message += "expected 3 channels in dim 1 of the input, got 4 .*; correct num_features"
-    with unchanged(layer), pytest.raises(ValueError, match=message):
-        layer(bad)
-    layer(torch.randn(4, C))  # the group goes on
+    is_faulty = ranks.rank == ranks.size - 1
+    where = f"in SyncBatchNorm forward, call 1.\nrank {ranks.size - 1}: ValueError: "
+    message = "expected 3 channels in dim 1 of the input, got 4 .*; correct num_features"
+    with unchanged(layer), pytest.raises(ValueError, match=("^SyncBatchNorm: " if is_faulty else where) + message):
+        layer(torch.randn(4, C + is_faulty))
+    layer(torch.randn(4, C))  # The group can still be used.
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs they raise at a later call, see test_status.py")
-def test_promise_9_ranks_in_different_layers_never_go_on_in_silence(ranks: Ranks) -> None:
+# More: test_diagnosis.py, test_order_of_layers.py; test_status.py (GPUs).
+@on_cpu
+def test_promise_9_ranks_in_different_layers_never_continue_in_silence(ranks: Ranks) -> None:
+    """In eager mode ranks that are in different layers or passes never continue in silence, on any device, unless
+    SYNCBN_CHECKS=0."""
     x, layers = torch.randn(4, C), [syncbn.SyncBatchNorm(C) for _ in range(2)]
     for layer in layers:
         layer(x)

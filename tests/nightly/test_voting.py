@@ -20,6 +20,14 @@ def test_with_a_graph_alive(ranks):
     assert ranks.rank != 0, "only here"
     y.sum().backward()
 
+def test_after_an_error(ranks):
+    layer = syncbn.SyncBatchNorm(3)
+    try:
+        layer(torch.randn(2, 4 if ranks.rank == 0 else 3))
+    except ValueError:
+        assert ranks.rank != 1, "only here"
+    layer(torch.randn(2, 3))
+
 @pytest.fixture
 def broken(ranks): assert ranks.rank != 0, "only here"
 
@@ -27,7 +35,11 @@ def test_in_a_fixture(broken): dist.all_reduce(torch.ones(1))
 
 def test_after(ranks): dist.all_reduce(torch.ones(1))
 """
-OUTCOMES = {"ERROR": "in_a_fixture", "FAILED": "before_a_collective with_a_graph_alive", "PASSED": "between after"}
+OUTCOMES = {
+    "ERROR": "in_a_fixture",
+    "FAILED": "before_a_collective with_a_graph_alive after_an_error",
+    "PASSED": "between after",
+}
 
 
 def test_a_failure_on_one_rank_is_a_failure_on_all(tmp_path: Path) -> None:
