@@ -42,12 +42,8 @@ JOBS: dict[str, Callable[[Metrics], bool]] = {
     "finetune --pretrain-steps 60 --steps 20": lambda m: (
         m["largest distance of syncbn from one process"] < SAME and m["tensors of 'frozen first' that differ"] == []
     ),
-    "evidence/images_per_rank --seeds 1 --images 4 --epochs 1": ways_differ,
-    "evidence/sorted_shards --seeds 1 --epochs 2": ways_differ,
-    "evidence/padded_sequences --seeds 1 --epochs 1 --shares 90": (
-        lambda m: m["largest distance of the losses with a mask from those without padding"] < SAME
-    ),
-    "evidence/uneven_data --seeds 1 --epochs 1 --shares 90": ways_differ,
+    "evidence/local_batch_norm images --seeds 1 --images 4 --epochs 1": ways_differ,
+    "evidence/local_batch_norm shards --seeds 1 --epochs 2": ways_differ,
     "evidence/segmentation_seeds --seeds 2 --steps 5 --width 4 --test-scenes 4": (
         lambda m: all(seed["largest distance"] < SAME for seed in m["ways"]["syncbn"])
     ),
