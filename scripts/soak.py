@@ -4,14 +4,13 @@
     torchrun --standalone --nproc-per-node 2 scripts/soak.py --minutes 0.1        a few seconds
 
 Each round uses every feature that allocates something, in a default process group of its own. At its end the ranks
-compare their models byte by byte, destroy the group, and measure. Prints the growth over the second half of the rounds.
-The exit status is 1 if the number of threads or file descriptors grew, or the memory by more than 1 %.
+compare their models byte by byte, destroy the group, and measure. Each rank prints its growth over the second half of
+the rounds. The exit status is 1 if the number of threads or file descriptors grew, or the memory by more than 1 %.
 """
 
 import argparse
 import copy
 import gc
-import json
 import os
 import sys
 import time
@@ -76,57 +75,41 @@ def train_all(data: torch.Generator) -> nn.Module:
     return model
 
 
-def measure() -> dict[str, float]:
+def measure() -> dict[str, int]:
     """Return this process's resident memory in bytes, and its numbers of file descriptors and threads."""
     gc.collect()
     deadline = time.monotonic() + 5
     while len(os.listdir(FOLDERS["threads"])) > 1 and time.monotonic() < deadline:
         time.sleep(0.05)  # Threads of the destroyed group end.
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    numbers = {name: float(len(os.listdir(folder))) for name, folder in FOLDERS.items()}
-    return {"bytes": pages * os.sysconf("SC_PAGE_SIZE"), **numbers}
-
-
-def soak(store: dist.Store, rank: int, size: int, seconds: float) -> list[dict[str, float]]:
-    """Return this rank's measurements after each round."""
-    start, is_last = time.monotonic(), False
-    rounds: list[dict[str, float]] = []
-    while not is_last:
-        index, options = len(rounds), {"rank": rank, "world_size": size, "timeout": timedelta(seconds=60)}
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"round {index}", store), **options)
-        torch.manual_seed(index)  # All ranks get the same weights.
-        model = train_all(torch.Generator().manual_seed(index * size + rank))
-        assert not unequal(model.state_dict())
-        time_is_over = torch.tensor(index > 0 and time.monotonic() - start > seconds)
-        dist.broadcast(time_is_over, 0)
-        is_last = bool(time_is_over)
-        dist.destroy_process_group()
-        rounds.append({"seconds": time.monotonic() - start} | measure())
-        if rank == 0 and index % 20 == 0:
-            print(f"round {index}:", *(f"{name} {value:.0f}" for name, value in rounds[-1].items()), flush=True)
-    return rounds
-
-
-def grows(rank: int, rounds: list[dict[str, float]]) -> bool:
-    """Print the growth over the second half of the rounds. Return whether it is too large."""
-    half = rounds[len(rounds) // 2 :]
-    growth = {name: half[-1][name] - half[0][name] for name in half[0]}
-    print(f"rank {rank}:", ", ".join(f"{number:+.0f} {name}" for name, number in growth.items()))
-    memory_grows = growth["bytes"] > MAX_GROWTH * half[0]["bytes"] and len(rounds) >= WARM_UP_ROUNDS
-    return memory_grows or any(growth[name] > 0 for name in FOLDERS)
+    return {"bytes": pages * os.sysconf("SC_PAGE_SIZE")} | {name: len(os.listdir(FOLDERS[name])) for name in FOLDERS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10, help="(default %(default)s)")
-    arguments = parser.parse_args()
+    seconds, start = 60 * parser.parse_args().minutes, time.monotonic()
     torch.set_num_threads(1)
     store, rank, size = next(dist.rendezvous("env://"))
-    store.set(f"measured {rank}", json.dumps(soak(store, rank, size, 60 * arguments.minutes)))
-    if rank == 0:
-        measured = [json.loads(store.get(f"measured {other}")) for other in range(size)]
-        print(f"{len(measured[0])} rounds in {measured[0][-1]['seconds']:.0f} s; in the second half of them:")
-        sys.exit(sum([grows(other, rounds) for other, rounds in enumerate(measured)]) > 0)
+    rounds: list[dict[str, int]] = []
+    is_last = False
+    while not is_last:
+        group = {"store": dist.PrefixStore(f"round {len(rounds)}", store), "timeout": timedelta(seconds=60)}
+        dist.init_process_group("gloo", rank=rank, world_size=size, **group)
+        torch.manual_seed(len(rounds))  # All ranks get the same weights.
+        model = train_all(torch.Generator().manual_seed(len(rounds) * size + rank))
+        assert not unequal(model.state_dict())
+        time_is_over = torch.tensor(len(rounds) > 0 and time.monotonic() - start > seconds)
+        dist.broadcast(time_is_over, 0)
+        is_last = bool(time_is_over)
+        dist.destroy_process_group()
+        rounds.append(measure())
+    half = rounds[len(rounds) // 2 :]
+    growth = {name: half[-1][name] - half[0][name] for name in half[0]}
+    changes = ", ".join(f"{change:+} {name}" for name, change in growth.items())
+    print(f"rank {rank}: {len(rounds)} rounds in {time.monotonic() - start:.0f} s; in their second half {changes}")
+    memory_grows = growth["bytes"] > MAX_GROWTH * half[0]["bytes"] and len(rounds) >= WARM_UP_ROUNDS
+    sys.exit(memory_grows or any(growth[name] > 0 for name in FOLDERS))
 
 
 if __name__ == "__main__":
