@@ -64,7 +64,8 @@ class Process(subprocess.Popen[bytes]):
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.log = log
         with log.open("w") as file:
-            super().__init__(command, env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "process_group": 0}
+            super().__init__(command, env=os.environ | environment, **options)
 
     def results(self) -> list[dict[str, Any]]:
         return [json.loads(text) for text in re.findall(r"^RESULT (.*)\n", self.log.read_text(errors="replace"), re.M)]
@@ -72,22 +73,13 @@ class Process(subprocess.Popen[bytes]):
     def text(self) -> str:
         return re.sub(r"^RESULT .*\n?", "", self.log.read_text(errors="replace"), flags=re.M)[-TAIL:]
 
-    def kill_all(self) -> None:
-        """Kill the program and its descendants. (The ranks of torchrun are in other sessions.)"""
-        if self.poll() is None:
-            for process in reversed([self.pid, *descendants(self.pid)]):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # A call of the driver may not end.
-                self.wait(5)
-
-
-def descendants(process: int) -> list[int]:
-    children: list[int] = []
-    for file in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            children += map(int, file.read_text().split())
-    return children + [grandchild for child in children for grandchild in descendants(child)]
+    def stop(self) -> None:
+        """End the program, and its children or its ranks: torchrun ends the ranks when it is terminated."""
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            if self.poll() is None:
+                os.killpg(self.pid, signal_number)
+                with contextlib.suppress(subprocess.TimeoutExpired):  # A call of the driver may not end.
+                    self.wait(10)
 
 
 class Part:
@@ -117,12 +109,12 @@ class Part:
         return self.python(*command, prefix=prefix, **environment)
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until all programs have ended, `until` holds, or the time is over. Then kill the programs that run."""
+        """Wait until all programs have ended, `until` holds, or the time is over. Then end the programs that run."""
         while any(process.poll() is None for process in self.processes) and not (self.is_late or until()):
             time.sleep(0.1)
             self.is_late = time.monotonic() > self.deadline
         for process in self.processes:
-            process.kill_all()
+            process.stop()
 
     def results(self) -> list[dict[str, Any]]:
         return self.own_results + [result for process in self.processes for result in process.results()]
@@ -220,11 +212,24 @@ def ranks(part: Part) -> None:
     part.wait()
 
 
-def times(which: str, part: Part) -> None:
+def host_times(which: str, part: Part) -> None:
+    """Time the layers or the steps of gpu_times.py."""
     needs("rich", "PIL")
     job = part.python(SCRIPTS / "gpu_times.py", which, *["--dry-run"] * part.dry_run)
     part.wait()
     print(job.text(), end="")
+
+
+def passes(part: Part) -> None:
+    """Time forward and backward on the GPU, compared with torch's layers and with the limit that memory sets."""
+    needs("rich")
+    shapes = ["2x8x3x3"] if part.dry_run else ["32x64x112x112", "32x256x56x56", "32x512x14x14", "32x2048x7x7"]
+    options = "--dtypes", "bfloat16", "float32", "--rounds", 2 if part.dry_run else 15, "--output", part.folder
+    job = part.python(SCRIPTS / "bench.py", "layers", "--shapes", *shapes, *options)
+    part.wait()
+    print(job.text(), end="")
+    if (file := part.folder / "bench.json").exists():
+        part.own_results.append({"times": json.loads(file.read_text())["times"]})
 
 
 def sanitizer(part: Part) -> None:
@@ -244,9 +249,9 @@ PARTS: dict[str, tuple[Callable[[Part], None], float]] = {  # name -> function, 
     "machine": (machine, 40),
     "correctness": (correctness, 110),
     "faults": (faults, 120),
-    "layers": (functools.partial(times, "layers"), 50),
-    "steps": (functools.partial(times, "steps"), 100),
-    "passes": (functools.partial(times, "passes"), 90),
+    "layers": (functools.partial(host_times, "layers"), 50),
+    "steps": (functools.partial(host_times, "steps"), 100),
+    "passes": (passes, 90),
     "ranks": (ranks, 140),
     "sanitizer": (sanitizer, 60),
 }
@@ -268,7 +273,7 @@ def run_part(name: str, seconds: float, dry_run: bool) -> tuple[dict[str, Any], 
             verdict = f"failed: {type(error).__name__}: {error}"
         finally:
             for process in part.processes:
-                process.kill_all()
+                process.stop()
         outcome = {"verdict": verdict, "seconds": round(time.monotonic() - start, 1), "results": part.results()}
         return outcome, [process.text() for process in part.processes]
 
