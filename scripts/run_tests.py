@@ -1,13 +1,14 @@
 """Run the tests in parallel parts, and print the progress every 10 s (in a log every 30 s).
 
     scripts/test.sh                     makes .venv first
-    scripts/test.sh --quick             2 ranks; no file that mostly starts programs, compiles or interprets
+    scripts/test.sh --quick             2 ranks; no test that is slow, and no file that starts programs or compiles
     scripts/test.sh --nightly           the tests of the scripts, the guides and the tests themselves
     scripts/test.sh -k mask             other arguments go to pytest
 
-The parts on 2, 3 (with the reference kernels) and 4 ranks start last, because they use all cores. The output of each
-part goes to runs/tests. At the end, print the logs of the failed parts and pytest's summary of every part.
-(pytest-xdist cannot start ranks, and make shows no progress.)
+The parts on 2, 3 (with the reference kernels) and 4 ranks start last, because they use all cores. On 4 ranks run the
+files in which ranks form groups; --nightly runs all files on them. The output of each part goes to runs/tests. At the
+end, print the logs of the failed parts and pytest's summary of every part. (pytest-xdist cannot start ranks, and make
+shows no progress.)
 """
 
 import os
@@ -27,9 +28,14 @@ STARTS_PROGRAMS = {  # part -> its files, tests/test_NAME.py; the longest part c
     "crashes": "crashes faults two_hosts",
     "examples": "examples",
 }
-COMPILES = "test_gpu_static", "test_inductor", "distributed/test_compile"
+COMPILES = "gpu_static", "inductor"
+FOUR_RANKS = "ddp", "equality", "fsdp", "fuzz", "groups", "pipeline_schedules"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"
 PYTEST = "pytest -v -o console_output_style=count"  # prints a line with the number of each test
+
+
+def test_file(name: str) -> str:
+    return f"tests/test_{name}.py"
 
 
 class Part:
@@ -68,35 +74,37 @@ class Part:
         return lines[-1] if lines else f"exit status {self.process.returncode}, without a summary"
 
 
-def test_file(name: str) -> str:
-    return f"tests/test_{name}.py"
-
-
-def on_ranks(count: int) -> str:
-    return f"{TORCHRUN} {count} -m {PYTEST} -p voting"
+def on_ranks(count: int, *arguments: str, name: str = "", **environment: str) -> Part:
+    path = os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])])
+    module = f"{TORCHRUN} {count} -m {PYTEST} -p voting"
+    return Part(f"{count} ranks{name}", module, *arguments, PYTHONPATH=path, **environment)
 
 
 def make_parts(which: str, arguments: list[str]) -> list[Part]:
     """Return the parts of "--quick", "--nightly" or all tests (""), in the order in which they start."""
     if which == "--nightly":
-        return [Part("nightly", PYTEST, "tests/nightly", *arguments)]
-    quick = which == "--quick"
-    apart = ["tests/nightly", *map(test_file, " ".join(STARTS_PROGRAMS.values()).split())]
-    apart += [f"tests/{name}.py" for name in COMPILES if quick]
-    others = [*(f"--ignore={file}" for file in apart), *arguments]
-    path = os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])])
-    interpreted = {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    parts = [Part("one process", PYTEST, "tests", "--ignore=tests/distributed", *others)]
-    for count in (2,) if quick else (2, 3, 4):
-        environment = {"PYTHONPATH": path} | ({"SYNCBN_KERNELS": "reference"} if count == 3 else {})
-        parts.append(Part(f"{count} ranks", on_ranks(count), "tests/distributed", *others, **environment))
-    if not quick:
-        programs = [Part(p, PYTEST, *map(test_file, n.split()), *arguments) for p, n in STARTS_PROGRAMS.items()]
-        programs.append(Part("interpreted", PYTEST, test_file("kernels"), "-m", "triton", *arguments, **interpreted))
-        status = "tests/distributed/test_status.py"
-        parts.insert(2, Part("2 ranks, interpreted", on_ranks(2), status, *arguments, **interpreted))
-        parts = programs + parts
-    return parts
+        return [Part("nightly", PYTEST, "tests/nightly", *arguments), on_ranks(4, "tests/distributed", *arguments)]
+    apart = [test_file(name) for files in STARTS_PROGRAMS.values() for name in files.split()]
+    if which == "--quick":
+        apart += map(test_file, COMPILES)
+        arguments = ["-m", "not slow and not compiles", *arguments]
+    ignored = [f"--ignore={path}" for path in ("tests/distributed", "tests/nightly", *apart)]
+    one_process = Part("one process", PYTEST, "tests", *ignored, *arguments)
+    two_ranks = on_ranks(2, "tests/distributed", *arguments)
+    if which == "--quick":
+        return [one_process, two_ranks]
+    programs = {name: map(test_file, files.split()) for name, files in STARTS_PROGRAMS.items()}
+    interpreted = {"TRITON_INTERPRET": "1"}
+    status = "tests/distributed/test_status.py"
+    return [
+        *(Part(name, PYTEST, *files, *arguments) for name, files in programs.items()),
+        Part("interpreted", PYTEST, test_file("kernels"), "-m", "triton", *arguments, **interpreted),
+        one_process,
+        two_ranks,
+        on_ranks(2, status, *arguments, name=", interpreted", **interpreted),
+        on_ranks(3, "tests/distributed", *arguments, SYNCBN_KERNELS="reference"),
+        on_ranks(4, *(f"tests/distributed/test_{name}.py" for name in FOUR_RANKS), *arguments),
+    ]
 
 
 def run(parts: list[Part]) -> bool:
