@@ -20,7 +20,6 @@ PAGES = [ROOT / "README.md", ROOT / "examples/README.md", ROOT / ".github/CONTRI
 BLOCKS = {f"{page.name}-{index}": code for page in PAGES for index, code in enumerate(python_blocks(page))}
 # A block that creates a process group is a whole program; the others are parts of programs.
 PROGRAMS = {name: code for name, code in BLOCKS.items() if "init_process_group(" in code}
-TRAINING_SCRIPT = (ROOT / "examples/train.py").read_text()
 
 
 def anchors(page: Path) -> set[str]:
@@ -31,7 +30,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", [*PAGES, *ROOT.glob(".github/workflows/*.yml")], ids=lambda page: page.name)
 def test_links_and_names_exist(page: Path) -> None:
-    """Links may lead to files, headings and tests; names are those of files and of the package."""
+    """Links lead to files, headings and tests; names are those of files and of the package."""
     text = page.read_text()
     for link in re.findall(r"\]\((?!http)([^)\s]+)\)", BLOCK.sub("", text)):
         file, _, anchor = unquote(link).partition("#")
@@ -59,9 +58,8 @@ def test_programs_run_on_two_ranks(program: str, tmp_path: Path) -> None:
 
 
 def test_the_training_script_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
-    """examples/train.py: one run of two epochs prints and saves the same as two runs of one epoch."""
-    (script := tmp_path / "train.py").write_text(TRAINING_SCRIPT)
-    once, twice = tmp_path / "once.pt", tmp_path / "twice.pt"
+    """One run of examples/train.py for two epochs prints and saves the same as two runs of one epoch."""
+    script, once, twice = ROOT / "examples/train.py", tmp_path / "once.pt", tmp_path / "twice.pt"
     whole = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", once)
     run_on_ranks(2, script, "--epochs", 1, "--checkpoint", twice)
     rest = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", twice)
@@ -72,8 +70,7 @@ def test_the_training_script_resumes_as_if_never_interrupted(tmp_path: Path) -> 
 
 
 def test_an_installed_package_and_a_clone_find_their_kernels(tmp_path: Path) -> None:
-    """The commands `pip install .` and `python -m syncbn info`. To save time, the compiler copies the library of this
-    clone."""
+    """By `pip install .` and `python -m syncbn info`. To save time, the compiler copies the library of this clone."""
     ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
     clone, installed = shutil.copytree(ROOT, tmp_path / "clone", ignore=ignored), tmp_path / "installed"
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", installed]
