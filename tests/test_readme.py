@@ -60,9 +60,10 @@ def test_programs_run_on_two_ranks(program: str, tmp_path: Path) -> None:
 def test_the_training_script_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
     """One run of examples/train.py for two epochs prints and saves the same as two runs of one epoch."""
     script, once, twice = ROOT / "examples/train.py", tmp_path / "once.pt", tmp_path / "twice.pt"
-    whole = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", once)
-    run_on_ranks(2, script, "--epochs", 1, "--checkpoint", twice)
-    rest = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", twice)
+    command = script, "--images-per-rank", 25, "--epochs"
+    whole = run_on_ranks(2, *command, 2, "--checkpoint", once)
+    run_on_ranks(2, *command, 1, "--checkpoint", twice)
+    rest = run_on_ranks(2, *command, 2, "--checkpoint", twice)
     assert "test: " in rest
     assert rest == whole[whole.index("epoch 2") :]
     expected, actual = (torch.load(file, weights_only=True)["model"] for file in (once, twice))
