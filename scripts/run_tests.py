@@ -57,21 +57,22 @@ class Part:
             os.killpg(self.process.pid, signal.SIGTERM)
             self.process.wait()
 
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
     def failed(self) -> bool:
         return self.process.returncode not in (0, 5)  # 5: the arguments select no test of this part
 
+    def find(self, pattern: str) -> list[str]:
+        """Return the matches of a pattern in the log."""
+        return re.findall(pattern, self.log.read_text(errors="replace"), re.MULTILINE)
+
     def progress(self) -> str:
-        ended = re.findall(r"\[ *(\d+/\d+)\]$", self.text(), re.MULTILINE)
-        num_failed = len(re.findall(r" (?:FAILED|ERROR) .*\[ *\d+/\d+\]$", self.text(), re.MULTILINE))
-        return f"{self.name} {ended[-1] if ended else 'starts'}" + f" ({num_failed} failed)" * (num_failed > 0)
+        num_failed = len(self.find(r" (?:FAILED|ERROR) .*\[ *\d+/\d+\]$"))
+        ended = ["starts", *self.find(r"\[ *(\d+/\d+)\]$")][-1]
+        return f"{self.name} {ended}" + f" ({num_failed} failed)" * (num_failed > 0)
 
     def summary(self) -> str:
         """Return pytest's last line, or the exit status."""
-        lines = re.findall(r"^=+ .* in [0-9.]+s.*$", self.text(), re.MULTILINE)
-        return lines[-1] if lines else f"exit status {self.process.returncode}, without a summary"
+        status = f"exit status {self.process.returncode}, without a summary"
+        return [status, *self.find(r"^=+ (.* in [0-9.]+s.*?) =+$")][-1]
 
 
 def on_ranks(count: int, *arguments: str, name: str = "", **environment: str) -> Part:
@@ -112,33 +113,28 @@ def run(parts: list[Part]) -> bool:
     LOGS.mkdir(parents=True, exist_ok=True)
     start = last_line = time.monotonic()
     waiting, running = [*parts], []
-
-    def log(text: str) -> None:
-        nonlocal last_line
-        last_line = time.monotonic()
-        print(f"[{last_line - start:4.0f} s] {text}", flush=True)
-
     try:
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 running.append(waiting.pop(0))
                 running[-1].start()
-                log(f"{running[-1].name} has started")
+            time.sleep(0.1)
+            now = time.monotonic()
             for part in [part for part in running if part.process.poll() is not None]:
                 running.remove(part)
                 outcome = "has FAILED" if part.failed() else "has ended"
-                seconds = time.monotonic() - part.start_time
-                log(f"{part.name} {outcome} after {seconds:.0f} s: {part.summary().strip('= ')}")
-            if running and time.monotonic() - last_line > LINE_SECONDS:
+                print(f"[{now - start:4.0f} s] {part.name} {outcome} after {now - part.start_time:.0f} s", flush=True)
+            if running and now - last_line > LINE_SECONDS:
                 later = "; then " + ", ".join(part.name for part in waiting) if waiting else ""
-                log("running: " + ", ".join(part.progress() for part in running) + later)
-            time.sleep(0.1)
+                text = ", ".join(part.progress() for part in running) + later
+                print(f"[{now - start:4.0f} s] running: {text}", flush=True)
+                last_line = now
     finally:
         for part in running:
             part.end()
     failed = [part for part in parts if part.failed()]
     for part in failed:
-        print(f"== failed: {part.name}", *part.text().splitlines()[-FAILED_LINES:], sep="\n")
+        print(f"== failed: {part.name}", *part.find("^.*$")[-FAILED_LINES:], sep="\n")
     for part in parts:
         print(f"{part.name}: {part.summary()}")
     return not failed

@@ -21,7 +21,7 @@ URLS = {"Repository": "https://example.org/syncbn", "Documentation": "https://gu
     ("ranks", "script", "output"),
     [
         (2, "bench.py --rounds 2 --dtypes float32 bfloat16 --shapes 4x8x6x6 2x7x12", "2x7x12 bfloat16 channels last"),
-        (2, "bench.py steps --rounds 1 --scale 0.15 --channels-last --own-group --models segmentation", "own group"),
+        (2, "bench.py steps --rounds 1 --scale 0.15 --channels-last --models segmentation", "hand-written"),
         (1, "bench.py kernels --shapes 4x8x6x6 --rounds 2", "4x8x6x6 bfloat16 channels last"),
         (1, "accuracy.py", "mean 1e4, std 1"),
         (2, "soak.py --minutes 0.02", " rounds in "),
