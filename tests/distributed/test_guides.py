@@ -95,19 +95,6 @@ def test_a_layer_with_fuse_relu_replaces_the_sum_and_relu_of_a_residual_block(ra
     torch.testing.assert_close(fused, run_code(plain_line, self=block, out=x, x=x)["out"])
 
 
-def test_groups_of_hosts_become_one_group(ranks: Ranks) -> None:
-    """Each rank is a host. The block also makes the running statistics equal."""
-    model = syncbn.convert_syncbn_model(small_model(ranks), process_group=1)
-    for images, _ in batches(ranks, 2):
-        model(images)
-    assert unequal(model.state_dict()) == ["1.running_mean", "1.running_var"]
-    run_block("groups.md", "layer.process_group = None", model=model)
-    with CountCollectives() as collectives:
-        model(batches(ranks, 1)[0][0])
-    assert collectives.total == 1
-    assert unequal(model.state_dict()) == []
-
-
 @pytest.mark.two_ranks
 def test_spawned_processes_are_joined_before_the_error(ranks: Ranks) -> None:
     if ranks.rank == 0:

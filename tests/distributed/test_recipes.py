@@ -54,21 +54,26 @@ def require_as_one(ranks: Ranks, num_samples: int, run: Callable[[slice, int | N
 # docs/groups.md
 
 
-def test_hosts_that_normalise_alone_can_merge_their_statistics(ranks: Ranks) -> None:
-    """Each rank is a host of its own here."""
+def test_hosts_normalise_alone_until_they_become_one_group(ranks: Ranks) -> None:
+    """Each rank is a host of its own here. The second block makes the running statistics equal."""
     code = code_block("groups.md", "ddp = DistributedDataParallel(").replace("forward_sync_buffers", BROADCAST_BUFFERS)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(ranks.device)
     ddp = run_code(code, model=model, os=SimpleNamespace(environ={"LOCAL_WORLD_SIZE": "1"}))["ddp"]
-    alone = syncbn.revert_syncbn_model(copy.deepcopy(model))
-    torch.manual_seed(ranks.rank)
-    for _ in range(2):
-        x = torch.randn(5, 3).to(ranks.device)
-        ddp(x).pow(3).sum().backward()
-        alone(x)
+    alone, x = syncbn.revert_syncbn_model(copy.deepcopy(model)), torch.randn(ranks.size, 5, 3).to(ranks.device)
+    for scale in (1, 2):
+        ddp(scale * x[ranks.rank]).pow(3).sum().backward()
+        alone(scale * x[ranks.rank])
     close(model.state_dict(), alone.state_dict())
     assert unequal(model.state_dict()) == ["1.running_mean", "1.running_var"]
-    import_example("running_statistics").merge_running_stats(model)
+    merged = copy.deepcopy(model)
+    import_example("running_statistics").merge_running_stats(merged)
+    assert unequal(merged.state_dict()) == []
+    run_block("groups.md", "layer.process_group = None", model=model)
     assert unequal(model.state_dict()) == []
+    whole = syncbn.revert_syncbn_model(copy.deepcopy(model))
+    model(x[ranks.rank])
+    whole(x.flatten(0, 1))
+    close(model.state_dict(), whole.state_dict())
 
 
 # docs/uneven_data.md and docs/rules.md
@@ -119,19 +124,6 @@ def test_hooks_resize_a_mask_for_a_network_with_strides_and_pooling(ranks: Ranks
         y[real].pow(3).sum().backward()
         results.append([y[real], leaf.grad[real], dict(network.named_buffers())])
     close(*results)
-
-
-def test_a_loss_scaled_by_the_number_of_samples_gives_the_gradients_of_one_process(ranks: Ranks) -> None:
-    """DDP averages gradients over ranks, so a rank with more samples must have more weight."""
-    sizes = [3, 1, 2, 2][: ranks.size]
-    alone = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)).to(ranks.device)
-    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(copy.deepcopy(alone)))
-    x, labels = torch.randn(sum(sizes), 4).to(ranks.device), torch.randint(5, (sum(sizes),)).to(ranks.device)
-    F.cross_entropy(alone(x), labels).backward()
-    own = {"x": x[ranks.slices(sizes)], "labels": labels[ranks.slices(sizes)]}
-    names = run_block("uneven_data.md", "loss = F.cross_entropy(ddp(x), ", ddp=ddp, world_size=ranks.size, **own)
-    names["loss"].backward()
-    close([parameter.grad for parameter in ddp.parameters()], [parameter.grad for parameter in alone.parameters()])
 
 
 def refuse_empty_batch(module: nn.Module, inputs: tuple[Tensor]) -> None:
