@@ -24,7 +24,6 @@ URLS = {"Repository": "https://example.org/syncbn", "Documentation": "https://gu
         (2, "bench.py steps --rounds 1 --scale 0.15 --channels-last --models segmentation", "hand-written"),
         (1, "bench.py kernels --shapes 4x8x6x6 --rounds 2", "4x8x6x6 bfloat16 channels last"),
         (1, "accuracy.py", "mean 1e4, std 1"),
-        (2, "soak.py --minutes 0.02", " rounds in "),
     ],
 )
 def test_script_prints_its_results(ranks: int, script: str, output: str, tmp_path: Path) -> None:
