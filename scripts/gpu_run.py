@@ -59,7 +59,7 @@ class Skip(Exception):  # noqa: N818  # not an error
 
 
 class Process(subprocess.Popen[bytes]):
-    """A Python program whose output goes to a file. Lines of "RESULT " and JSON are its results."""
+    """A Python program whose output goes to a file."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.log = log
@@ -67,11 +67,8 @@ class Process(subprocess.Popen[bytes]):
             options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "process_group": 0}
             super().__init__(command, env=os.environ | environment, **options)
 
-    def results(self) -> list[dict[str, Any]]:
-        return [json.loads(text) for text in re.findall(r"^RESULT (.*)\n", self.log.read_text(errors="replace"), re.M)]
-
     def text(self) -> str:
-        return re.sub(r"^RESULT .*\n?", "", self.log.read_text(errors="replace"), flags=re.M)[-TAIL:]
+        return self.log.read_text(errors="replace")[-TAIL:]
 
     def stop(self) -> None:
         """End the program, and its children or its ranks: torchrun ends the ranks when it is terminated."""
@@ -89,7 +86,7 @@ class Part:
         self.folder, self.seconds, self.dry_run, self.is_late = folder, seconds, dry_run, False
         self.deadline = time.monotonic() + seconds
         self.processes: list[Process] = []
-        self.own_results: list[dict[str, Any]] = []
+        self.results: list[dict[str, Any]] = []
         self.notes: list[str] = []  # appended to the verdict
 
     def python(self, *arguments: object, prefix: tuple[str, ...] = (), **environment: str) -> Process:
@@ -116,18 +113,14 @@ class Part:
         for process in self.processes:
             process.stop()
 
-    def results(self) -> list[dict[str, Any]]:
-        return self.own_results + [result for process in self.processes for result in process.results()]
-
     def verdict(self) -> str:
-        results = self.results()
-        if failed := [result for result in results if not result.get("ok", True)]:
-            return f"failed: {len(failed)} of {len(results)}, first {json.dumps(failed[0])[:300]}"
+        if failed := [result for result in self.results if not result.get("ok", True)]:
+            return f"failed: {len(failed)} of {len(self.results)}, first {json.dumps(failed[0])[:300]}"
         texts = "\n".join(process.text() for process in self.processes)
         notes = "; ".join([*re.findall(r"^=+ (.* in [0-9.]+s.*?) =+$", texts, re.M), *self.notes])
         summary = f": {notes}" if notes else ""
         if self.is_late:
-            return f"took longer than {self.seconds:.0f} s, {len(results)} results{summary}"
+            return f"took longer than {self.seconds:.0f} s, {len(self.results)} results{summary}"
         status = next((process.returncode for process in self.processes if process.returncode), 0)
         return f"failed with exit status {status}{summary}" if status else f"passed{summary}"
 
@@ -147,7 +140,7 @@ def machine(part: Part) -> None:
         command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         text += subprocess.check_output(command, timeout=20, text=True)
     print(text, end="")
-    part.own_results.append({"ok": part.dry_run or "cuda: Triton" in text, "info": text})
+    part.results.append({"ok": part.dry_run or "cuda: Triton" in text, "info": text})
 
 
 def correctness(part: Part) -> None:
@@ -195,7 +188,7 @@ def faults(part: Part) -> None:
     part.wait(until=lambda: not any(map(missing, jobs)))
     for fault, ranks in jobs.items():
         logs = [rank.text() for rank in ranks]
-        part.own_results.append({"fault": fault, "ok": not missing(fault), "missing": missing(fault), "logs": logs})
+        part.results.append({"fault": fault, "ok": not missing(fault), "missing": missing(fault), "logs": logs})
     part.processes.clear()  # Their exit statuses do not count.
 
 
@@ -212,24 +205,25 @@ def ranks(part: Part) -> None:
     part.wait()
 
 
-def host_times(which: str, part: Part) -> None:
-    """Time the layers or the steps of gpu_times.py."""
+def benchmark(part: Part, script: str, *arguments: object) -> None:
+    """Run a benchmark, print its tables and keep the times that it writes."""
     needs("rich", "PIL")
-    job = part.python(SCRIPTS / "gpu_times.py", which, *["--dry-run"] * part.dry_run)
+    job = part.python(SCRIPTS / script, *arguments, "--output", part.folder)
     part.wait()
     print(job.text(), end="")
+    part.results += [json.loads(file.read_text()) for file in part.folder.glob("*.json")]
+
+
+def host_times(which: str, part: Part) -> None:
+    """Time the layers or the steps of gpu_times.py."""
+    benchmark(part, "gpu_times.py", which, *["--dry-run"] * part.dry_run)
 
 
 def passes(part: Part) -> None:
     """Time forward and backward on the GPU, compared with torch's layers and with the limit that memory sets."""
-    needs("rich")
     shapes = ["2x8x3x3"] if part.dry_run else ["32x64x112x112", "32x256x56x56", "32x512x14x14", "32x2048x7x7"]
-    options = "--dtypes", "bfloat16", "float32", "--rounds", 2 if part.dry_run else 15, "--output", part.folder
-    job = part.python(SCRIPTS / "bench.py", "layers", "--shapes", *shapes, *options)
-    part.wait()
-    print(job.text(), end="")
-    if (file := part.folder / "bench.json").exists():
-        part.own_results.append({"times": json.loads(file.read_text())["times"]})
+    options = "--dtypes", "bfloat16", "float32", "--rounds", 2 if part.dry_run else 15
+    benchmark(part, "bench.py", "layers", "--shapes", *shapes, *options)
 
 
 def sanitizer(part: Part) -> None:
@@ -242,7 +236,7 @@ def sanitizer(part: Part) -> None:
     chosen = "-m", "triton", "-k", "torch.float32 and (forward or backward or two_steps)"
     job = part.pytest("tests/test_kernels.py", *chosen, prefix=prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     part.wait()
-    part.own_results.append({"ok": "ERROR SUMMARY: 0 errors" in job.text()})
+    part.results.append({"ok": "ERROR SUMMARY: 0 errors" in job.text()})
 
 
 PARTS: dict[str, tuple[Callable[[Part], None], float]] = {  # name -> function, limit in seconds
@@ -274,7 +268,7 @@ def run_part(name: str, seconds: float, dry_run: bool) -> tuple[dict[str, Any], 
         finally:
             for process in part.processes:
                 process.stop()
-        outcome = {"verdict": verdict, "seconds": round(time.monotonic() - start, 1), "results": part.results()}
+        outcome = {"verdict": verdict, "seconds": round(time.monotonic() - start, 1), "results": part.results}
         return outcome, [process.text() for process in part.processes]
 
 

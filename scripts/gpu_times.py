@@ -4,24 +4,23 @@
     python scripts/gpu_times.py steps      training steps of a ResNet-50: eager, and in CUDA graphs
 
 "alone" is syncbn's layer without a group. "group" and nn.SyncBatchNorm communicate over a group of one rank, where both
-would normally not communicate. Prints each figure, and again as a line of "RESULT " and JSON for gpu_run.py.
+would normally not communicate. Prints tables, and writes times.json to --output. If a kind fails, the others are timed
+all the same, and the exit status is 1.
 """
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.measuring import Case, draw, interleave
+from benchmarks.measuring import Case, Rows, draw, interleave, show, write
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
@@ -52,6 +51,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "nn.SyncBatchNorm": SyncBatchNormOfOneRank,
 }
 COMMUNICATE = "group", "nn.SyncBatchNorm"
+errors: list[Exception] = []
 
 
 def choose_group(norm: str) -> None:
@@ -65,24 +65,19 @@ def wait_for_gpu() -> None:
         torch.cuda.synchronize()
 
 
-def show(*labels: object, **results: Any) -> None:
-    figures = (f"{name} {one:.1f}" if isinstance(one, float) else f"{name} {one}" for name, one in results.items())
-    print(", ".join(map(str, labels)) + ":", *figures)
-    print(f"RESULT {json.dumps({'of': labels, **results})}", flush=True)
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
+def spread(prefix: str, values: Sequence[float]) -> dict[str, float]:
     quartile, median, _ = statistics.quantiles(values, method="inclusive")
-    return {"minimum": min(values), "quartile": quartile, "median": median}
+    return {f"{prefix}minimum": min(values), f"{prefix}quartile": quartile, f"{prefix}median": median}
 
 
 @contextlib.contextmanager
-def showing_errors(*labels: object) -> Any:
-    """Show the error of one figure and go on."""
+def recording_errors(norm: str) -> Iterator[None]:
+    """Print an error of a kind of batch norm and go on."""
     try:
         yield
     except Exception as error:
-        show(*labels, ok=False, error=f"{type(error).__name__}: {error}"[:300])
+        errors.append(error)
+        print(f"{norm}: {type(error).__name__}: {error}"[:300], flush=True)
 
 
 def capture(call: Callable[[], object]) -> Callable[[], object]:
@@ -98,8 +93,8 @@ def capture(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def layers(device: torch.device, dry_run: bool) -> None:
-    """Show the microseconds of the host per layer. The GPU is idle before each forward, and the host never waits."""
+def layers(device: torch.device, dry_run: bool) -> Iterator[tuple[str, Rows]]:
+    """Yield the microseconds of the host per layer. The GPU is idle before each forward, and the host never waits."""
     num_layers, rounds = (2, 2) if dry_run else (LAYERS, 100)
     x, _, dy = draw(Case((4, 64, 8, 8), "bfloat16", True), device)
 
@@ -116,20 +111,23 @@ def layers(device: torch.device, dry_run: bool) -> None:
 
     calls = {}
     for norm, make in NORMS.items():
-        with showing_errors("layers", norm):
+        with recording_errors(norm):
             call = partial(step, norm, nn.Sequential(*(make(64) for _ in range(num_layers))).to(device))
             with CommDebugMode() as collectives:
                 call()
-            number = collectives.get_total_counts()
-            show("collectives of all layers", norm, number=number, ok=number == 2 * num_layers * (norm in COMMUNICATE))
+            expected, number = 2 * num_layers * (norm in COMMUNICATE), collectives.get_total_counts()
+            if number != expected:
+                raise RuntimeError(f"expected {expected} collectives of {num_layers} layers, got {number}")
             calls[norm] = call
+    rows = {}
     for norm, samples in interleave(calls, rounds, warm_up=3, repeats=2).items():
-        for name, values in zip(("forward", "backward"), zip(*samples, strict=True), strict=True):
-            show("us a layer", norm, name, **spread(values))
+        forward, backward = zip(*samples, strict=True)
+        rows[norm] = spread("forward ", forward) | spread("backward ", backward)
+    yield "us a layer", rows
 
 
-def steps(device: torch.device, dry_run: bool) -> None:
-    """Show the milliseconds of a step: bfloat16 under autocast, channels last, SGD."""
+def steps(device: torch.device, dry_run: bool) -> Iterator[tuple[str, Rows]]:
+    """Yield the milliseconds of a step: bfloat16 under autocast, channels last, SGD."""
     batches, side, blocks, rounds = ((2, 3), 32, (1, 0, 0, 0), 2) if dry_run else ((8, 32), 224, (3, 4, 6, 3), 25)
 
     def step(norm: str, model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor) -> None:
@@ -161,12 +159,12 @@ def steps(device: torch.device, dry_run: bool) -> None:
         side_stream = torch.cuda.Stream() if mode == "CUDA graph" and torch.cuda.is_available() else None
         with torch.cuda.stream(side_stream):
             for norm, arguments in trained.items():
-                with showing_errors(mode, f"batch {batch}", norm):
+                with recording_errors(norm):
                     call = partial(step, norm, *arguments, images)
                     call()
                     timers[norm] = partial(milliseconds, call if mode == "eager" else capture(call))
-            for norm, values in interleave(timers, rounds, warm_up=2).items():
-                show("ms a step", mode, f"batch {batch}", norm, **spread(values))
+            times = interleave(timers, rounds, warm_up=2)
+        yield f"ms a step, {mode}, batch {batch}", {norm: spread("", values) for norm, values in times.items()}
 
 
 PARTS = {"layers": layers, "steps": steps}
@@ -176,6 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on a CPU")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder (default %(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device("cpu" if arguments.dry_run else "cuda:0")
@@ -183,8 +182,13 @@ def main() -> None:
         del NORMS["nn.SyncBatchNorm"]  # nn.SyncBatchNorm refuses CPUs.
     group = {"backend": "gloo"} if arguments.dry_run else {"backend": "nccl", "device_id": device}
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **group)
-    PARTS[arguments.part](device, arguments.dry_run)
-    os._exit(0)  # A CUDA graph refers to the group, so neither is destroyed.
+    times: dict[str, Rows] = {}
+    for title, rows in PARTS[arguments.part](device, arguments.dry_run):
+        times[title] = rows
+        show(title, rows)
+        write(arguments.output / "times.json", times=times)
+    sys.stdout.flush()
+    os._exit(len(errors) > 0)  # A CUDA graph refers to the group, so neither is destroyed.
 
 
 if __name__ == "__main__":
