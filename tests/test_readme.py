@@ -81,10 +81,3 @@ def test_an_installed_package_and_a_clone_find_their_kernels(tmp_path: Path) -> 
         printed = run(sys.executable, "-m", "syncbn", "info", folder=folder, PYTHONPATH=str(installed))
         assert f"{syncbn.__version__}, {package / 'syncbn'}" in printed
         assert ("cpu: C++" in printed) == cpu.FILE.exists(), printed
-
-
-@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="scripts/demo.sh would make its environment first")
-def test_demo(tmp_path: Path) -> None:
-    output = run(ROOT / "scripts" / "demo.sh", "--steps", 5, "--width", 4, "--test-scenes", 4, "--output", tmp_path)
-    assert (tmp_path / "predictions.png").exists()
-    assert output.splitlines()[-1].startswith("Shown, at seed 0: ")

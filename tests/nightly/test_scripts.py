@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import gpu_run
@@ -10,7 +11,7 @@ import run_tests
 from break_places import draw
 from build_description import BADGES, description
 from guides import ROOT
-from jobs import run_on_ranks, run_script
+from jobs import run, run_on_ranks, run_script
 from readme_renderer import markdown
 
 SCRIPTS = ROOT / "scripts"
@@ -32,6 +33,13 @@ def test_script_prints_its_results(ranks: int, script: str, output: str, tmp_pat
         settings += ["--output", str(tmp_path)]
     command = SCRIPTS / name, *settings
     assert output in (run_script(*command) if ranks == 1 else run_on_ranks(ranks, *command))
+
+
+@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="scripts/demo.sh would make its environment first")
+def test_demo_draws_the_predictions_of_three_models(tmp_path: Path) -> None:
+    output = run(SCRIPTS / "demo.sh", "--steps", 5, "--width", 4, "--test-scenes", 4, "--output", tmp_path)
+    assert (tmp_path / "predictions.png").exists()
+    assert output.splitlines()[-1].startswith("Shown, at seed 0: ")
 
 
 def test_dry_run_of_gpu_sh_passes(tmp_path: Path) -> None:
