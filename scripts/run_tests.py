@@ -5,8 +5,9 @@
     scripts/test.sh --nightly           the tests of the scripts, the guides and the tests themselves
     scripts/test.sh -k mask             other arguments go to pytest
 
-The parts on 2, 3 (with the reference kernels) and 4 ranks start last, because they use all cores. On 4 ranks run the
-files in which ranks form groups; --nightly runs all files on them. The output of each part goes to runs/tests. At the
+The parts on 2, 3 (with the reference kernels) and 4 ranks start last, because they use all cores. On 3 ranks run the
+files in which something depends on the number of ranks, on 4 ranks those in which ranks form groups, and with --nightly
+all files. The output of each part goes to runs/tests. At the
 end, print the logs of the failed parts and pytest's summary of every part. (pytest-xdist cannot start ranks, and make
 shows no progress.)
 """
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 LOGS = Path("runs/tests")
@@ -29,6 +31,8 @@ STARTS_PROGRAMS = {  # part -> its files, tests/test_NAME.py; the longest part c
     "examples": "examples",
 }
 COMPILES = "gpu_static", "inductor"
+# Of tests/distributed: files in which nothing depends on W, and files in which ranks form groups.
+TWO_RANKS = "conversion", "guides", "tensor_subclasses", "traces"
 FOUR_RANKS = "ddp", "equality", "fsdp", "fuzz", "groups", "pipeline_schedules"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"
 PYTEST = "pytest -v -o console_output_style=count"  # prints a line with the number of each test
@@ -75,6 +79,10 @@ class Part:
         return [status, *self.find(r"^=+ (.* in [0-9.]+s.*?) =+$")][-1]
 
 
+def distributed(names: Iterable[str], prefix: str = "") -> list[str]:
+    return [f"{prefix}tests/distributed/test_{name}.py" for name in names]
+
+
 def on_ranks(count: int, *arguments: str, name: str = "", **environment: str) -> Part:
     path = os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])])
     module = f"{TORCHRUN} {count} -m {PYTEST} -p voting"
@@ -96,15 +104,14 @@ def make_parts(which: str, arguments: list[str]) -> list[Part]:
         return [one_process, two_ranks]
     programs = {name: map(test_file, files.split()) for name, files in STARTS_PROGRAMS.items()}
     interpreted = {"TRITON_INTERPRET": "1"}
-    status = "tests/distributed/test_status.py"
     return [
         *(Part(name, PYTEST, *files, *arguments) for name, files in programs.items()),
         Part("interpreted", PYTEST, test_file("kernels"), "-m", "triton", *arguments, **interpreted),
         one_process,
         two_ranks,
-        on_ranks(2, status, *arguments, name=", interpreted", **interpreted),
-        on_ranks(3, "tests/distributed", *arguments, SYNCBN_KERNELS="reference"),
-        on_ranks(4, *(f"tests/distributed/test_{name}.py" for name in FOUR_RANKS), *arguments),
+        on_ranks(2, *distributed(["status"]), *arguments, name=", interpreted", **interpreted),
+        on_ranks(3, "tests/distributed", *distributed(TWO_RANKS, "--ignore="), *arguments, SYNCBN_KERNELS="reference"),
+        on_ranks(4, *distributed(FOUR_RANKS), *arguments),
     ]
 
 
