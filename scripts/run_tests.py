@@ -6,10 +6,9 @@
     scripts/test.sh -k mask             other arguments go to pytest
 
 The parts on 2, 3 (with the reference kernels) and 4 ranks start last, because they use all cores. On 3 ranks run the
-files in which something depends on the number of ranks, on 4 ranks those in which ranks form groups, and with --nightly
-all files. The output of each part goes to runs/tests. At the
-end, print the logs of the failed parts and pytest's summary of every part. (pytest-xdist cannot start ranks, and make
-shows no progress.)
+files in which something depends on the number of ranks, on 4 ranks the files in which ranks form groups, and with
+--nightly all files. The output of each part goes to runs/tests. At the end, print the logs of the failed parts and
+pytest's summary of every part. (pytest-xdist cannot start ranks, and make shows no progress.)
 """
 
 import os
