@@ -91,7 +91,6 @@ def test_pages_begin_with_their_question(page: Path) -> None:
 # Blocks that no test of this machine can run: the beginning of a line, and what tries it.
 TRIED_ELSEWHERE = {
     "def parallel(model)": "examples/train.py has it, which tests/test_readme.py runs",
-    "total = torch.tensor(float(len(labels)), device=labels.device)": "tests/distributed/test_ddp.py has a copy",
     "mesh = init_device_mesh": "eight GPUs; tests/distributed/test_pipeline_schedules.py has its pieces",
     "graph = torch.cuda.CUDAGraph()": "a GPU; tests/test_gpu.py captures a step",
     "from opacus.validators": "scripts/libraries.py runs the block where Opacus is installed",

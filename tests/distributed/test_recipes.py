@@ -126,6 +126,19 @@ def test_hooks_resize_a_mask_for_a_network_with_strides_and_pooling(ranks: Ranks
     close(*results)
 
 
+def test_a_loss_scaled_by_the_number_of_samples_gives_the_gradients_of_one_process(ranks: Ranks) -> None:
+    """DDP averages gradients over ranks, so a rank with more samples must have more weight."""
+    sizes = [3, 1, 2, 2][: ranks.size]
+    alone = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)).to(ranks.device)
+    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(copy.deepcopy(alone)))
+    x, labels = torch.randn(sum(sizes), 4).to(ranks.device), torch.randint(5, (sum(sizes),)).to(ranks.device)
+    F.cross_entropy(alone(x), labels).backward()
+    own = {"x": x[ranks.slices(sizes)], "labels": labels[ranks.slices(sizes)]}
+    names = run_block("uneven_data.md", "loss = F.cross_entropy(ddp(x), ", ddp=ddp, world_size=ranks.size, **own)
+    names["loss"].backward()
+    close([parameter.grad for parameter in ddp.parameters()], [parameter.grad for parameter in alone.parameters()])
+
+
 def refuse_empty_batch(module: nn.Module, inputs: tuple[Tensor]) -> None:
     if len(inputs[0]) == 0:
         raise RuntimeError("cannot reshape tensor of 0 elements")
