@@ -103,10 +103,8 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     if rank() == 0:
         rows = [(name, f"{value:.1%}") for name, value in accuracies.items()]
         print_table(f"{world_size()} ranks x {arguments.images_per_rank} images", ("model", "test accuracy"), rows)
-        name, largest = (
-            "largest distance of syncbn from one process",
-            distance(trainers["syncbn"], trainers["one process"]),
-        )
+        name = "largest distance of syncbn from one process"
+        largest = distance(trainers["syncbn"], trainers["one process"])
         print(f"{name}: {largest:.1e}, of the loss")
         print(f"tensors of 'frozen first' that differ between ranks: {len(different)}")
         print("These figures show that syncbn equals one process, not that the job needs synchronisation.")

@@ -10,7 +10,6 @@ cannot run tests under torchrun.)
 """
 
 import argparse
-import io
 import os
 import random
 import re
@@ -18,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -54,26 +52,15 @@ class Mutation(NamedTuple):
     new: str
 
 
-def without_texts(path: Path) -> list[str]:
-    """Return the lines of a file with the characters of comments and strings replaced by "~"."""
-    text = path.read_text()
-    if path.suffix != ".py":
-        return [re.sub(r"//.*", lambda comment: "~" * len(comment[0]), line) for line in text.splitlines()]
-    lines = text.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in (tokenize.COMMENT, tokenize.STRING) or "FSTRING" in tokenize.tok_name[token.type]:
-            for number in range(token.start[0], token.end[0] + 1):
-                start = token.start[1] if number == token.start[0] else 0
-                end = token.end[1] if number == token.end[0] else len(lines[number - 1])
-                lines[number - 1] = lines[number - 1][:start] + "~" * (end - start) + lines[number - 1][end:]
-    return lines
-
-
 def mutations(area: str, path: Path) -> Iterator[Mutation]:
-    """Yield every mutation of the functions in a file of Python or C++."""
-    for number, (old, code) in enumerate(zip(path.read_text().splitlines(), without_texts(path), strict=True), 1):
-        if code.startswith(" ") and not IGNORED.match(code):
-            for pattern, replace in RULES[: 5 if path.suffix == ".py" else 1]:
+    """Yield every mutation of the functions in a file of Python or C++. Lines with a string are left out."""
+    rules, comment = (RULES, r"\s+# ") if path.suffix == ".py" else (RULES[:1], r"\s*// ")
+    in_docstring = False
+    for number, old in enumerate(path.read_text().splitlines(), 1):
+        in_docstring ^= old.count('"""') % 2 == 1
+        code = re.split(comment, old)[0]
+        if code.startswith(" ") and not (in_docstring or '"' in code or IGNORED.match(code)):
+            for pattern, replace in rules:
                 for match in re.finditer(pattern, code):
                     start, end = match.span(1)
                     if (new := old[:start] + replace(old[start:end]) + old[end:]) != old:

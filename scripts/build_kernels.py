@@ -39,9 +39,8 @@ def build(root: Path, library: Path, flags: list[str] = FLAGS) -> None:
         subprocess.run([*compiler, "-shared", "-fPIC", stub, *names], check=True)
         source = [root / SOURCE, "-o", f"{folder}/built.so", f"-L{folder}", "-ltorch_cpu"]
         subprocess.run([*compiler, *flags, *source], check=True)
-        unfinished = library.with_suffix(
-            ".unfinished"
-        )  # in the same folder, so that the library is replaced atomically
+        # It is in the same folder, so that the library is replaced atomically.
+        unfinished = library.with_suffix(".unfinished")
         shutil.copy(f"{folder}/built.so", unfinished)
     unfinished.replace(library)
 

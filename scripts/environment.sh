@@ -41,19 +41,7 @@ pip_reaches_an_index() {
     python3 -m pip download --quiet --no-deps --retries 0 --timeout 5 --dest "$(mktemp -d)" setuptools >/dev/null 2>&1
 }
 
-# pip prints nothing for minutes while it unpacks, or downloads into a log. So print a line every 10 s on a terminal, where it
-# replaces pip's bar, and every 30 s in a log.
 install_pinned() {
-    local start=$SECONDS pause=30 erase="" status=0 clock
-    if [[ -t 1 ]]; then
-        pause=10 erase=$'\r\e[K'
-    fi
     echo "Installing ${*: -1}"
-    while sleep "$pause" >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
-        echo "${erase}Installing for $((SECONDS - start)) s; $(du -sh "$(python -c 'import sys; print(sys.prefix)')" | cut -f 1) so far"
-    done &
-    clock=$!
-    python -m pip install --disable-pip-version-check --constraint scripts/constraints.txt "$@" || status=$?
-    kill "$clock"
-    return "$status"
+    python -m pip install --disable-pip-version-check --constraint scripts/constraints.txt "$@"
 }

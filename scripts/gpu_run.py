@@ -59,35 +59,24 @@ class Skip(Exception):  # noqa: N818  # not an error
 
 
 class Process(subprocess.Popen[bytes]):
-    """A Python program whose output goes to a file. Lines of "RESULT " and JSON are its results."""
+    """A Python program whose output goes to a file."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.log = log
         with log.open("w") as file:
-            super().__init__(command, env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-
-    def results(self) -> list[dict[str, Any]]:
-        return [json.loads(text) for text in re.findall(r"^RESULT (.*)\n", self.log.read_text(errors="replace"), re.M)]
+            options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "process_group": 0}
+            super().__init__(command, env=os.environ | environment, **options)
 
     def text(self) -> str:
-        return re.sub(r"^RESULT .*\n?", "", self.log.read_text(errors="replace"), flags=re.M)[-TAIL:]
+        return self.log.read_text(errors="replace")[-TAIL:]
 
-    def kill_all(self) -> None:
-        """Kill the program and its descendants. (The ranks of torchrun are in other sessions.)"""
-        if self.poll() is None:
-            for process in reversed([self.pid, *descendants(self.pid)]):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # A call of the driver may not end.
-                self.wait(5)
-
-
-def descendants(process: int) -> list[int]:
-    children: list[int] = []
-    for file in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            children += map(int, file.read_text().split())
-    return children + [grandchild for child in children for grandchild in descendants(child)]
+    def stop(self) -> None:
+        """End the program, and its children or its ranks: torchrun ends the ranks when it is terminated."""
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            if self.poll() is None:
+                os.killpg(self.pid, signal_number)
+                with contextlib.suppress(subprocess.TimeoutExpired):  # A call of the driver may not end.
+                    self.wait(10)
 
 
 class Part:
@@ -97,7 +86,7 @@ class Part:
         self.folder, self.seconds, self.dry_run, self.is_late = folder, seconds, dry_run, False
         self.deadline = time.monotonic() + seconds
         self.processes: list[Process] = []
-        self.own_results: list[dict[str, Any]] = []
+        self.results: list[dict[str, Any]] = []
         self.notes: list[str] = []  # appended to the verdict
 
     def python(self, *arguments: object, prefix: tuple[str, ...] = (), **environment: str) -> Process:
@@ -117,25 +106,21 @@ class Part:
         return self.python(*command, prefix=prefix, **environment)
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until all programs have ended, `until` holds, or the time is over. Then kill the programs that run."""
+        """Wait until all programs have ended, `until` holds, or the time is over. Then end the programs that run."""
         while any(process.poll() is None for process in self.processes) and not (self.is_late or until()):
             time.sleep(0.1)
             self.is_late = time.monotonic() > self.deadline
         for process in self.processes:
-            process.kill_all()
-
-    def results(self) -> list[dict[str, Any]]:
-        return self.own_results + [result for process in self.processes for result in process.results()]
+            process.stop()
 
     def verdict(self) -> str:
-        results = self.results()
-        if failed := [result for result in results if not result.get("ok", True)]:
-            return f"failed: {len(failed)} of {len(results)}, first {json.dumps(failed[0])[:300]}"
+        if failed := [result for result in self.results if not result.get("ok", True)]:
+            return f"failed: {len(failed)} of {len(self.results)}, first {json.dumps(failed[0])[:300]}"
         texts = "\n".join(process.text() for process in self.processes)
         notes = "; ".join([*re.findall(r"^=+ (.* in [0-9.]+s.*?) =+$", texts, re.M), *self.notes])
         summary = f": {notes}" if notes else ""
         if self.is_late:
-            return f"took longer than {self.seconds:.0f} s, {len(results)} results{summary}"
+            return f"took longer than {self.seconds:.0f} s, {len(self.results)} results{summary}"
         status = next((process.returncode for process in self.processes if process.returncode), 0)
         return f"failed with exit status {status}{summary}" if status else f"passed{summary}"
 
@@ -155,7 +140,7 @@ def machine(part: Part) -> None:
         command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         text += subprocess.check_output(command, timeout=20, text=True)
     print(text, end="")
-    part.own_results.append({"ok": part.dry_run or "cuda: Triton" in text, "info": text})
+    part.results.append({"ok": part.dry_run or "cuda: Triton" in text, "info": text})
 
 
 def correctness(part: Part) -> None:
@@ -203,7 +188,7 @@ def faults(part: Part) -> None:
     part.wait(until=lambda: not any(map(missing, jobs)))
     for fault, ranks in jobs.items():
         logs = [rank.text() for rank in ranks]
-        part.own_results.append({"fault": fault, "ok": not missing(fault), "missing": missing(fault), "logs": logs})
+        part.results.append({"fault": fault, "ok": not missing(fault), "missing": missing(fault), "logs": logs})
     part.processes.clear()  # Their exit statuses do not count.
 
 
@@ -220,11 +205,25 @@ def ranks(part: Part) -> None:
     part.wait()
 
 
-def times(which: str, part: Part) -> None:
+def benchmark(part: Part, script: str, *arguments: object) -> None:
+    """Run a benchmark, print its tables and keep the times that it writes."""
     needs("rich", "PIL")
-    job = part.python(SCRIPTS / "gpu_times.py", which, *["--dry-run"] * part.dry_run)
+    job = part.python(SCRIPTS / script, *arguments, "--output", part.folder)
     part.wait()
     print(job.text(), end="")
+    part.results += [json.loads(file.read_text()) for file in part.folder.glob("*.json")]
+
+
+def host_times(which: str, part: Part) -> None:
+    """Time the layers or the steps of gpu_times.py."""
+    benchmark(part, "gpu_times.py", which, *["--dry-run"] * part.dry_run)
+
+
+def passes(part: Part) -> None:
+    """Time forward and backward on the GPU, compared with torch's layers and with the limit that memory sets."""
+    shapes = ["2x8x3x3"] if part.dry_run else ["32x64x112x112", "32x256x56x56", "32x512x14x14", "32x2048x7x7"]
+    options = "--dtypes", "bfloat16", "float32", "--rounds", 2 if part.dry_run else 15
+    benchmark(part, "bench.py", "layers", "--shapes", *shapes, *options)
 
 
 def sanitizer(part: Part) -> None:
@@ -237,16 +236,16 @@ def sanitizer(part: Part) -> None:
     chosen = "-m", "triton", "-k", "torch.float32 and (forward or backward or two_steps)"
     job = part.pytest("tests/test_kernels.py", *chosen, prefix=prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     part.wait()
-    part.own_results.append({"ok": "ERROR SUMMARY: 0 errors" in job.text()})
+    part.results.append({"ok": "ERROR SUMMARY: 0 errors" in job.text()})
 
 
 PARTS: dict[str, tuple[Callable[[Part], None], float]] = {  # name -> function, limit in seconds
     "machine": (machine, 40),
     "correctness": (correctness, 110),
     "faults": (faults, 120),
-    "layers": (functools.partial(times, "layers"), 50),
-    "steps": (functools.partial(times, "steps"), 100),
-    "passes": (functools.partial(times, "passes"), 90),
+    "layers": (functools.partial(host_times, "layers"), 50),
+    "steps": (functools.partial(host_times, "steps"), 100),
+    "passes": (passes, 90),
     "ranks": (ranks, 140),
     "sanitizer": (sanitizer, 60),
 }
@@ -268,8 +267,8 @@ def run_part(name: str, seconds: float, dry_run: bool) -> tuple[dict[str, Any], 
             verdict = f"failed: {type(error).__name__}: {error}"
         finally:
             for process in part.processes:
-                process.kill_all()
-        outcome = {"verdict": verdict, "seconds": round(time.monotonic() - start, 1), "results": part.results()}
+                process.stop()
+        outcome = {"verdict": verdict, "seconds": round(time.monotonic() - start, 1), "results": part.results}
         return outcome, [process.text() for process in part.processes]
 
 

@@ -36,7 +36,7 @@ from triton.runtime.cache import get_cache_manager
 
 import syncbn.kernels
 
-SHAPES = "32x64x112x112 32x256x56x56 32x512x14x14 32x2048x7x7 8x64x512x512"
+SHAPES = ["32x64x112x112", "32x256x56x56", "32x512x14x14", "32x2048x7x7", "8x64x512x512"]
 DTYPES = ["float32", "bfloat16"]
 
 
@@ -75,13 +75,8 @@ def stand_in_driver(capability: int, launch: Callable[..., None]) -> SimpleNames
     return SimpleNamespace(
         utils=SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
-            load_binary=lambda name, binary, *_: (
-                1,
-                binary,
-                32,
-                0,
-                1024,
-            ),  # module, function, registers, spills, threads
+            # The result is the module, function, registers, spills and threads.
+            load_binary=lambda name, binary, *_: (1, binary, 32, 0, 1024),
             unload_module=lambda module: None,
         ),
         launcher_cls=lambda source, metadata: functools.partial(launch, source, metadata),
@@ -200,17 +195,15 @@ def table(capability: int, shapes: list[str], dtypes: list[str]) -> Iterator[tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, default=90, choices=MACHINES)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES.split())
+    parser.add_argument("--shapes", nargs="+", default=SHAPES)
     arguments = parser.parse_args()
-    print(f"sm_{arguments.capability}, Triton {triton.__version__}")
-    print(f"{'':52} regs spill shared programs load  ins  f64 bytes ins/B")
+    columns = "regs", "spill", "shared", "programs", "load", "ins", "f64", "bytes"
+    print(f"sm_{arguments.capability}, Triton {triton.__version__}\n{'':52}", *columns)
     for case, function, code, programs in table(arguments.capability, arguments.shapes, DTYPES):
-        print(
-            f"{function:16} {case.name:35} {code.registers:4} {code.spills:5} {code.shared:6} {programs:8} "
-            f"{code.widest_load:4} {code.instructions:4} {code.float64 + code.conversions:4} {code.bytes:5} "
-            f"{code.instructions / max(code.bytes, 1):5.2f}",
-            flush=True,
-        )
+        values = code.registers, code.spills, code.shared, programs, code.widest_load, code.instructions
+        values += code.float64 + code.conversions, code.bytes
+        cells = (f"{value:{len(column)}}" for column, value in zip(columns, values, strict=True))
+        print(f"{function:16} {case.name:35}", *cells, flush=True)
 
 
 if __name__ == "__main__":

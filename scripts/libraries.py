@@ -9,6 +9,7 @@ most 1e-9 of the largest value of its kind, in float64. The exit status is 1 if 
 script runs the code block of docs/works_with.md and checks that Opacus then refuses converted layers.
 """
 
+import argparse
 import copy
 import re
 import sys
@@ -44,7 +45,7 @@ def timm() -> Iterator[Case]:
         yield name, partial(create_model, name, num_classes=10), IMAGES
 
 
-def segmentation_models() -> Iterator[Case]:
+def segmentation_models_pytorch() -> Iterator[Case]:
     import segmentation_models_pytorch as smp
 
     encoder = "timm-mobilenetv3_small_minimal_100"
@@ -80,13 +81,10 @@ def monai() -> Iterator[Case]:
 def ultralytics() -> Iterator[Case]:
     from ultralytics.nn import tasks
 
-    for task, names in {
-        "Detection": "yolov5n yolov8n yolo11n",
-        "Segmentation": "yolo11n-seg",
-        "Classification": "yolo11n-cls",
-    }.items():
-        for name in names.split():
-            yield name, partial(getattr(tasks, f"{task}Model"), f"{name}.yaml", nc=2, verbose=False), IMAGES
+    tasks_of_names = dict.fromkeys(("yolov5n", "yolov8n", "yolo11n"), tasks.DetectionModel)
+    tasks_of_names |= {"yolo11n-seg": tasks.SegmentationModel, "yolo11n-cls": tasks.ClassificationModel}
+    for name, model in tasks_of_names.items():
+        yield name, partial(model, f"{name}.yaml", nc=2, verbose=False), IMAGES
 
 
 def lightly() -> Iterator[Case]:
@@ -127,13 +125,7 @@ def transformers() -> Iterator[Case]:
         yield f"{name}{suffix}", partial(getattr(hf, f"{name}{suffix}"), config), shape
 
 
-class Wrapper(nn.Module):
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-
-class Rings(Wrapper):
+class Rings(nn.Sequential):
     """A graph network on N rings of nodes: (N, nodes, features) -> (N, nodes, features)."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,10 +133,10 @@ class Rings(Wrapper):
         node = torch.arange(num_graphs * num_nodes)
         following = node // num_nodes * num_nodes + (node + 1) % num_nodes
         edges = torch.stack((torch.cat((node, following)), torch.cat((following, node))))
-        return self.network(x.flatten(0, 1), edges).unflatten(0, (num_graphs, num_nodes))
+        return self[0](x.flatten(0, 1), edges).unflatten(0, (num_graphs, num_nodes))
 
 
-class MetaTensors(Wrapper):
+class MetaTensors(nn.Sequential):
     """A network on the MetaTensor that MONAI's DataLoader makes of the samples."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,21 +144,14 @@ class MetaTensors(Wrapper):
 
         samples = [MetaTensor(sample, meta={"index": index}) for index, sample in enumerate(x)]
         (batch,) = DataLoader(samples, batch_size=len(samples))
-        output = self.network(batch)
+        output = self[0](batch)
         if not (isinstance(batch, MetaTensor) and isinstance(output, MetaTensor)):
             raise TypeError(f"expected MetaTensor, got a batch {type(batch)} and an output {type(output)}")
         return output.as_tensor()
 
 
-LIBRARIES: dict[str, Callable[[], Iterator[Case]]] = {  # name of pip -> cases
-    "segmentation-models-pytorch": segmentation_models,
-    "monai": monai,
-    "ultralytics": ultralytics,
-    "lightly": lightly,
-    "torch-geometric": torch_geometric,
-    "transformers": transformers,
-    "timm": timm,
-}
+FUNCTIONS = segmentation_models_pytorch, monai, ultralytics, lightly, torch_geometric, transformers, timm
+LIBRARIES = {function.__name__.replace("_", "-"): function for function in FUNCTIONS}  # name of pip -> cases
 
 
 def loss_of(output: Any) -> Tensor:
@@ -174,7 +159,7 @@ def loss_of(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return F.softplus(output).mean()
     parts = output.values() if isinstance(output, Mapping) else output
-    return torch.stack([loss_of(part) for part in parts if part is not None]).sum()
+    return sum(loss_of(part) for part in parts if part is not None)
 
 
 def try_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[int, float, str]:
@@ -217,10 +202,9 @@ def try_opacus() -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [*LIBRARIES, "opacus"]
-    libraries = sys.argv[1:] or known
-    if unknown := {*libraries} - {*known}:
-        raise SystemExit(f"libraries are {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    parser.add_argument("libraries", nargs="*", help=f"default: {' '.join(known)}")
     warnings.simplefilter("ignore")  # Layers that are not converted raise an error here.
     try:
         __import__("torchvision")
@@ -229,7 +213,7 @@ def main() -> int:
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
     dist.init_process_group("gloo")
     all_match = True
-    for library in libraries:
+    for library in parser.parse_args().libraries or known:
         if library == "opacus":
             try_opacus()
             continue

@@ -1,13 +1,14 @@
 """Run the tests in parallel parts, and print the progress every 10 s (in a log every 30 s).
 
     scripts/test.sh                     makes .venv first
-    scripts/test.sh --quick             2 ranks; no file that mostly starts programs, compiles or interprets
+    scripts/test.sh --quick             2 ranks; no test that is slow, and no file that starts programs or compiles
     scripts/test.sh --nightly           the tests of the scripts, the guides and the tests themselves
     scripts/test.sh -k mask             other arguments go to pytest
 
-The parts on 2, 3 (with the reference kernels) and 4 ranks start last, because they use all cores. The output of each
-part goes to runs/tests. At the end, print the logs of the failed parts and pytest's summary of every part.
-(pytest-xdist cannot start ranks, and make shows no progress.)
+The parts on 2, 3 (with the reference kernels) and 4 ranks start last, because they use all cores. On 3 ranks run the
+files in which something depends on the number of ranks, on 4 ranks the files in which ranks form groups, and with
+--nightly all files. The output of each part goes to runs/tests. At the end, print the logs of the failed parts and
+pytest's summary of every part. (pytest-xdist cannot start ranks, and make shows no progress.)
 """
 
 import os
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 LOGS = Path("runs/tests")
@@ -27,9 +29,16 @@ STARTS_PROGRAMS = {  # part -> its files, tests/test_NAME.py; the longest part c
     "crashes": "crashes faults two_hosts",
     "examples": "examples",
 }
-COMPILES = "test_gpu_static", "test_inductor", "distributed/test_compile"
+COMPILES = "gpu_static", "inductor"
+# Of tests/distributed: files in which nothing depends on W, and files in which ranks form groups.
+TWO_RANKS = "conversion", "guides", "tensor_subclasses", "traces"
+FOUR_RANKS = "ddp", "equality", "fsdp", "fuzz", "groups", "pipeline_schedules"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"
 PYTEST = "pytest -v -o console_output_style=count"  # prints a line with the number of each test
+
+
+def test_file(name: str) -> str:
+    return f"tests/test_{name}.py"
 
 
 class Part:
@@ -51,52 +60,58 @@ class Part:
             os.killpg(self.process.pid, signal.SIGTERM)
             self.process.wait()
 
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
     def failed(self) -> bool:
         return self.process.returncode not in (0, 5)  # 5: the arguments select no test of this part
 
+    def find(self, pattern: str) -> list[str]:
+        """Return the matches of a pattern in the log."""
+        return re.findall(pattern, self.log.read_text(errors="replace"), re.MULTILINE)
+
     def progress(self) -> str:
-        ended = re.findall(r"\[ *(\d+/\d+)\]$", self.text(), re.MULTILINE)
-        num_failed = len(re.findall(r" (?:FAILED|ERROR) .*\[ *\d+/\d+\]$", self.text(), re.MULTILINE))
-        return f"{self.name} {ended[-1] if ended else 'starts'}" + f" ({num_failed} failed)" * (num_failed > 0)
+        num_failed = len(self.find(r" (?:FAILED|ERROR) .*\[ *\d+/\d+\]$"))
+        ended = ["starts", *self.find(r"\[ *(\d+/\d+)\]$")][-1]
+        return f"{self.name} {ended}" + f" ({num_failed} failed)" * (num_failed > 0)
 
     def summary(self) -> str:
         """Return pytest's last line, or the exit status."""
-        lines = re.findall(r"^=+ .* in [0-9.]+s.*$", self.text(), re.MULTILINE)
-        return lines[-1] if lines else f"exit status {self.process.returncode}, without a summary"
+        status = f"exit status {self.process.returncode}, without a summary"
+        return [status, *self.find(r"^=+ (.* in [0-9.]+s.*?) =+$")][-1]
 
 
-def test_file(name: str) -> str:
-    return f"tests/test_{name}.py"
+def distributed(names: Iterable[str], prefix: str = "") -> list[str]:
+    return [f"{prefix}tests/distributed/test_{name}.py" for name in names]
 
 
-def on_ranks(count: int) -> str:
-    return f"{TORCHRUN} {count} -m {PYTEST} -p voting"
+def on_ranks(count: int, *arguments: str, name: str = "", **environment: str) -> Part:
+    path = os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])])
+    module = f"{TORCHRUN} {count} -m {PYTEST} -p voting"
+    return Part(f"{count} ranks{name}", module, *arguments, PYTHONPATH=path, **environment)
 
 
 def make_parts(which: str, arguments: list[str]) -> list[Part]:
     """Return the parts of "--quick", "--nightly" or all tests (""), in the order in which they start."""
     if which == "--nightly":
-        return [Part("nightly", PYTEST, "tests/nightly", *arguments)]
-    quick = which == "--quick"
-    apart = ["tests/nightly", *map(test_file, " ".join(STARTS_PROGRAMS.values()).split())]
-    apart += [f"tests/{name}.py" for name in COMPILES if quick]
-    others = [*(f"--ignore={file}" for file in apart), *arguments]
-    path = os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])])
-    interpreted = {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    parts = [Part("one process", PYTEST, "tests", "--ignore=tests/distributed", *others)]
-    for count in (2,) if quick else (2, 3, 4):
-        environment = {"PYTHONPATH": path} | ({"SYNCBN_KERNELS": "reference"} if count == 3 else {})
-        parts.append(Part(f"{count} ranks", on_ranks(count), "tests/distributed", *others, **environment))
-    if not quick:
-        programs = [Part(p, PYTEST, *map(test_file, n.split()), *arguments) for p, n in STARTS_PROGRAMS.items()]
-        programs.append(Part("interpreted", PYTEST, test_file("kernels"), "-m", "triton", *arguments, **interpreted))
-        status = "tests/distributed/test_status.py"
-        parts.insert(2, Part("2 ranks, interpreted", on_ranks(2), status, *arguments, **interpreted))
-        parts = programs + parts
-    return parts
+        return [Part("nightly", PYTEST, "tests/nightly", *arguments), on_ranks(4, "tests/distributed", *arguments)]
+    apart = [test_file(name) for files in STARTS_PROGRAMS.values() for name in files.split()]
+    if which == "--quick":
+        apart += map(test_file, COMPILES)
+        arguments = ["-m", "not slow and not compiles", *arguments]
+    ignored = [f"--ignore={path}" for path in ("tests/distributed", "tests/nightly", *apart)]
+    one_process = Part("one process", PYTEST, "tests", *ignored, *arguments)
+    two_ranks = on_ranks(2, "tests/distributed", *arguments)
+    if which == "--quick":
+        return [one_process, two_ranks]
+    programs = {name: map(test_file, files.split()) for name, files in STARTS_PROGRAMS.items()}
+    interpreted = {"TRITON_INTERPRET": "1"}
+    return [
+        *(Part(name, PYTEST, *files, *arguments) for name, files in programs.items()),
+        Part("interpreted", PYTEST, test_file("kernels"), "-m", "triton", *arguments, **interpreted),
+        one_process,
+        two_ranks,
+        on_ranks(2, *distributed(["status"]), *arguments, name=", interpreted", **interpreted),
+        on_ranks(3, "tests/distributed", *distributed(TWO_RANKS, "--ignore="), *arguments, SYNCBN_KERNELS="reference"),
+        on_ranks(4, *distributed(FOUR_RANKS), *arguments),
+    ]
 
 
 def run(parts: list[Part]) -> bool:
@@ -104,33 +119,28 @@ def run(parts: list[Part]) -> bool:
     LOGS.mkdir(parents=True, exist_ok=True)
     start = last_line = time.monotonic()
     waiting, running = [*parts], []
-
-    def log(text: str) -> None:
-        nonlocal last_line
-        last_line = time.monotonic()
-        print(f"[{last_line - start:4.0f} s] {text}", flush=True)
-
     try:
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 running.append(waiting.pop(0))
                 running[-1].start()
-                log(f"{running[-1].name} has started")
+            time.sleep(0.1)
+            now = time.monotonic()
             for part in [part for part in running if part.process.poll() is not None]:
                 running.remove(part)
                 outcome = "has FAILED" if part.failed() else "has ended"
-                seconds = time.monotonic() - part.start_time
-                log(f"{part.name} {outcome} after {seconds:.0f} s: {part.summary().strip('= ')}")
-            if running and time.monotonic() - last_line > LINE_SECONDS:
+                print(f"[{now - start:4.0f} s] {part.name} {outcome} after {now - part.start_time:.0f} s", flush=True)
+            if running and now - last_line > LINE_SECONDS:
                 later = "; then " + ", ".join(part.name for part in waiting) if waiting else ""
-                log("running: " + ", ".join(part.progress() for part in running) + later)
-            time.sleep(0.1)
+                text = ", ".join(part.progress() for part in running) + later
+                print(f"[{now - start:4.0f} s] running: {text}", flush=True)
+                last_line = now
     finally:
         for part in running:
             part.end()
     failed = [part for part in parts if part.failed()]
     for part in failed:
-        print(f"== failed: {part.name}", *part.text().splitlines()[-FAILED_LINES:], sep="\n")
+        print(f"== failed: {part.name}", *part.find("^.*$")[-FAILED_LINES:], sep="\n")
     for part in parts:
         print(f"{part.name}: {part.summary()}")
     return not failed

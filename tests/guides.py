@@ -1,8 +1,11 @@
-"""Find and run the code blocks of README.md and docs/."""
+"""Find and run the code blocks of README.md and docs/, and import examples."""
 
+import importlib
 import itertools
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,18 +35,15 @@ def code_block(page: str, line: str) -> str:
 
     **Raises** AssertionError unless exactly one block has such a line; the message lists the pages that have one.
     """
-    found = {
-        path.name: [
-            code for code in python_blocks(path) if any(text.strip().startswith(line) for text in code.splitlines())
-        ]
-        for path in ROOT.glob("docs/*.md")
-    }
-    counts = {name: len(blocks) for name, blocks in found.items() if blocks}
-    assert counts.get(page) == 1, (
-        f"docs/{page} must have one Python block with a line that begins with {line!r}; blocks with such a line: "
-        f"{counts}. If the guide has changed, give the test the block's new page or line."
+    beginning = re.compile(rf"^ *{re.escape(line)}", re.MULTILINE)
+    blocks = [(path.name, code) for path in ROOT.glob("docs/*.md") for code in python_blocks(path)]
+    found = [(name, code) for name, code in blocks if beginning.search(code)]
+    pages = [name for name, _ in found]
+    assert pages.count(page) == 1, (
+        f"docs/{page} must have one Python block with a line that begins with {line!r}; pages with such a block: "
+        f"{pages}. If the guide has changed, give the test the block's new page or line."
     )
-    return found[page][0]
+    return found[pages.index(page)][1]
 
 
 def run_code(code: str, **names: Any) -> dict[str, Any]:
@@ -60,3 +60,10 @@ def run_code(code: str, **names: Any) -> dict[str, Any]:
 def run_block(page: str, line: str, **names: Any) -> dict[str, Any]:
     """Run the block that `code_block` finds."""
     return run_code(code_block(page, line), **names)
+
+
+def import_example(name: str) -> ModuleType:
+    """Import examples/`name`.py."""
+    if str(ROOT / "examples") not in sys.path:
+        sys.path.append(str(ROOT / "examples"))
+    return importlib.import_module(name)

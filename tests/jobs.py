@@ -31,8 +31,8 @@ def wait_until(happened: Callable[[], object]) -> None:
 
 def run(*command: object, folder: Path | None = None, **environment: str) -> str:
     """Run a command in a folder and return its output. **Raises** AssertionError with all output if it fails."""
-    settings = {"env": ENVIRONMENT | environment, "cwd": folder, "text": True}
-    result = subprocess.run([*map(str, command)], capture_output=True, **settings)
+    words, variables = [*map(str, command)], ENVIRONMENT | environment
+    result = subprocess.run(words, env=variables, cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -41,21 +41,16 @@ def start_ranks(number: int, *command: object, **environment: str) -> tuple[list
     """Start a script with arguments on ranks without torchrun. The ranks need the returned store. The others continue
     if a rank fails."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = ENVIRONMENT | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(number),
-        "LOCAL_WORLD_SIZE": str(number),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-    }
-    by_rank = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
-    return [Started([*map(str, command)], common | environment | variables) for variables in by_rank], store
+    common = ENVIRONMENT | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(number))
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    common |= {"OMP_NUM_THREADS": "1"} | environment
+    variables = [dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(number)]
+    return [Started([*map(str, command)], common | own) for own in variables], store
 
 
-def run_on_ranks(number: int, *command: object) -> str:
+def run_on_ranks(number: int, *command: object, **environment: str) -> str:
     """Run a script on ranks and return the output of rank 0. **Raises** AssertionError with that of a failed rank."""
-    ranks, store = start_ranks(number, *command)
+    ranks, store = start_ranks(number, *command, **environment)
     try:
         for rank in ranks:
             assert rank.wait() == 0, rank.text()

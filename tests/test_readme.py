@@ -20,7 +20,6 @@ PAGES = [ROOT / "README.md", ROOT / "examples/README.md", ROOT / ".github/CONTRI
 BLOCKS = {f"{page.name}-{index}": code for page in PAGES for index, code in enumerate(python_blocks(page))}
 # A block that creates a process group is a whole program; the others are parts of programs.
 PROGRAMS = {name: code for name, code in BLOCKS.items() if "init_process_group(" in code}
-TRAINING_SCRIPT = (ROOT / "examples/train.py").read_text()
 
 
 def anchors(page: Path) -> set[str]:
@@ -31,7 +30,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", [*PAGES, *ROOT.glob(".github/workflows/*.yml")], ids=lambda page: page.name)
 def test_links_and_names_exist(page: Path) -> None:
-    """Links may lead to files, headings and tests; names are those of files and of the package."""
+    """Links lead to files, headings and tests; names are those of files and of the package."""
     text = page.read_text()
     for link in re.findall(r"\]\((?!http)([^)\s]+)\)", BLOCK.sub("", text)):
         file, _, anchor = unquote(link).partition("#")
@@ -59,12 +58,12 @@ def test_programs_run_on_two_ranks(program: str, tmp_path: Path) -> None:
 
 
 def test_the_training_script_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
-    """examples/train.py: one run of two epochs prints and saves the same as two runs of one epoch."""
-    (script := tmp_path / "train.py").write_text(TRAINING_SCRIPT)
-    once, twice = tmp_path / "once.pt", tmp_path / "twice.pt"
-    whole = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", once)
-    run_on_ranks(2, script, "--epochs", 1, "--checkpoint", twice)
-    rest = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", twice)
+    """One run of examples/train.py for two epochs prints and saves the same as two runs of one epoch."""
+    script, once, twice = ROOT / "examples/train.py", tmp_path / "once.pt", tmp_path / "twice.pt"
+    command = script, "--images-per-rank", 25, "--epochs"
+    whole = run_on_ranks(2, *command, 2, "--checkpoint", once)
+    run_on_ranks(2, *command, 1, "--checkpoint", twice)
+    rest = run_on_ranks(2, *command, 2, "--checkpoint", twice)
     assert "test: " in rest
     assert rest == whole[whole.index("epoch 2") :]
     expected, actual = (torch.load(file, weights_only=True)["model"] for file in (once, twice))
@@ -72,8 +71,7 @@ def test_the_training_script_resumes_as_if_never_interrupted(tmp_path: Path) -> 
 
 
 def test_an_installed_package_and_a_clone_find_their_kernels(tmp_path: Path) -> None:
-    """The commands `pip install .` and `python -m syncbn info`. To save time, the compiler copies the library of this
-    clone."""
+    """By `pip install .` and `python -m syncbn info`. To save time, the compiler copies the library of this clone."""
     ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
     clone, installed = shutil.copytree(ROOT, tmp_path / "clone", ignore=ignored), tmp_path / "installed"
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", installed]
@@ -83,10 +81,3 @@ def test_an_installed_package_and_a_clone_find_their_kernels(tmp_path: Path) -> 
         printed = run(sys.executable, "-m", "syncbn", "info", folder=folder, PYTHONPATH=str(installed))
         assert f"{syncbn.__version__}, {package / 'syncbn'}" in printed
         assert ("cpu: C++" in printed) == cpu.FILE.exists(), printed
-
-
-@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="scripts/demo.sh would make its environment first")
-def test_demo(tmp_path: Path) -> None:
-    output = run(ROOT / "scripts" / "demo.sh", "--steps", 5, "--width", 4, "--test-scenes", 4, "--output", tmp_path)
-    assert (tmp_path / "predictions.png").exists()
-    assert output.splitlines()[-1].startswith("Shown, at seed 0: ")

@@ -24,7 +24,7 @@ SHARE = 2  # samples per rank and step
 
 
 def small_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Return a classifier of (N, 1, 8, 8) with 5 classes: two blocks and a head. One batch norm has momentum=None."""
+    """Return a classifier of (N, 1, 8, 8) with 5 classes: two blocks and a head. The second momentum is None."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
@@ -61,7 +61,7 @@ def whole_batches(ranks: Ranks, num_steps: int, dtype: torch.dtype = torch.float
     return x.to(ranks.device), torch.randint(5, (num_steps, size), generator=generator).to(ranks.device)
 
 
-def mine(ranks: Ranks, *tensors: Tensor) -> list[Tensor]:
+def rank_slices(ranks: Ranks, *tensors: Tensor) -> list[Tensor]:
     """Return this rank's samples of tensors (T, N, ...)."""
     return [tensor[:, ranks.even(tensor.shape[1])] for tensor in tensors]
 
@@ -83,7 +83,7 @@ def train(
 
 
 def require_equal_state(actual: nn.Module, expected: nn.Module) -> None:
-    """Parameters and buffers to 1e-11: roundings of 1e-16 grow in training."""
+    """Compare parameters and buffers to 1e-11, because roundings of 1e-16 grow in training."""
     state = actual.state_dict()
     for name, value in expected.state_dict().items():
         whole = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
@@ -91,7 +91,7 @@ def require_equal_state(actual: nn.Module, expected: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
+def preserved_state(module: nn.Module) -> Iterator[None]:
     """Check that no bit of a parameter or buffer changes within the context."""
     before = copy.deepcopy(module.state_dict())
     yield
@@ -99,15 +99,15 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def require_trains_as(alone: nn.Module, ranks: Ranks, model: nn.Module, wrapped: nn.Module | None = None) -> None:
-    """Train `alone` on whole batches and `wrapped` (default: DDP of `model`) on own samples. They must end equal."""
+    """Train `alone` on whole batches and `wrapped` (default: DDP of `model`) on this rank's samples, and compare."""
     x, labels = whole_batches(ranks, num_steps=4)
     train(alone, x, labels)
-    train(wrapped or DistributedDataParallel(model), *mine(ranks, x, labels))
+    train(wrapped or DistributedDataParallel(model), *rank_slices(ranks, x, labels))
     require_equal_state(model, alone)
 
 
 def frees_first_batch(model: nn.Module, device: torch.device | str = "cpu") -> bool:
-    """Return whether the first batch (4, 3, 5) is freed by the third step, in the function of the training loop."""
+    """Return whether the first batch (4, 3, 5) of a training loop in one function is freed by the third step."""
     for index in range(3):
         x = torch.randn(4, 3, 5, device=device)
         if index == 0:
@@ -138,3 +138,6 @@ class CountCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self.total += func.namespace in ("c10d", "_c10d_functional") and "wait_tensor" not in str(func)
         return func(*args, **(kwargs or {}))
+
+
+mine, unchanged = rank_slices, preserved_state  # old names

@@ -17,10 +17,13 @@ segmentation_scenes.png, the first test scenes of seed 0. A seed takes 90 second
 
 import argparse
 import functools
+import sys
+from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401  makes the modules of examples/ importable
 import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
 from launch import positive, rank, run_on_ranks, write
 from plots import LOOKS, mean_and_spread
 from segmentation import OVER_SEEDS, draw_predictions, new_parser, print_over_seeds, train

@@ -16,9 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -45,11 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, default=1, help="(default %(default)s)")
 
 
-def fastest_commit() -> str:
-    with (ROOT / "scripts" / "kernels_baseline.csv").open() as file:
-        return [row["commit"] for row in csv.DictReader(file)][-1]
-
-
 def build(folder: Path, ref: str | None = None) -> None:
     """Build the kernels of a commit, or of this tree with its uncommitted changes, in a folder."""
     if ref is None:
@@ -64,13 +58,10 @@ def build(folder: Path, ref: str | None = None) -> None:
     subprocess.run([sys.executable, "-c", BUILD], cwd=folder, env=environment, check=True)
 
 
-@contextmanager
-def worker(folder: Path, threads: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a process that has imported the syncbn of this folder."""
+def worker(folder: Path, threads: int) -> ProcessPoolExecutor:
+    """Return a process that imports the syncbn of this folder when it starts."""
     os.environ.update(KEEP_FREED_MEMORY)
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        process.submit(import_syncbn, folder, threads).result()
-        yield process
+    return ProcessPoolExecutor(1, get_context("spawn"), import_syncbn, (folder, threads))
 
 
 def import_syncbn(folder: Path, threads: int) -> None:
@@ -114,7 +105,8 @@ def compare(this: Path, other: Path, arguments: argparse.Namespace, steps: list[
 
 
 def run(arguments: argparse.Namespace) -> int:
-    ref = arguments.ref or fastest_commit()
+    with (ROOT / "scripts" / "kernels_baseline.csv").open() as file:
+        ref = arguments.ref or [*csv.DictReader(file)][-1]["commit"]
     slow = [c._replace(fused=fused) for c in cases(arguments.shapes, arguments.dtypes) for fused in (False, True)]
     with session(arguments.threads, on_cpu=True), tempfile.TemporaryDirectory() as folder:
         this, other = (Path(folder, name).resolve() for name in ("this", "other"))

@@ -20,25 +20,14 @@ case, and writes bench.json to --output.
 
 import argparse
 import itertools
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from benchmarks.measuring import (
-    Case,
-    Peer,
-    cases,
-    draw,
-    interleave,
-    session,
-    show,
-    summarize,
-    time_stages,
-    time_step,
-    write,
-)
+from benchmarks.measuring import Case, cases, draw, interleave, session, show, summarize, time_stages, time_step, write
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.tensor.debug import CommDebugMode
@@ -48,6 +37,7 @@ import syncbn
 
 SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x32x16x32x32 16x197x384"
 DTYPES = "float32 bfloat16 float16 float64"
+Peer = Callable[[Tensor, Tensor], Tensor]  # (x, residual) -> y
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,6 @@ from torch import Tensor
 L2_BYTES = 2**28  # The L2 cache of any GPU is smaller.
 AHEAD_CYCLES = 2_000_000  # The GPU sleeps for about 1 ms, so that Python's time is hidden.
 Name, Result = TypeVar("Name"), TypeVar("Result")
-Peer = Callable[[Tensor, Tensor], Tensor]  # (x, residual) -> y
 Rows = Mapping[str, Mapping[str, float]]  # row -> column -> value
 
 
@@ -85,7 +84,7 @@ def time_stages(device: torch.device, *stages: Callable[..., Any]) -> list[float
     return [a.elapsed_time(b) if stream else 1e3 * (b - a) for a, b in itertools.pairwise(times)]
 
 
-def time_step(peer: Peer, x: Tensor, residual: Tensor, dy: Tensor) -> list[float]:
+def time_step(peer: Callable[[Tensor, Tensor], Tensor], x: Tensor, residual: Tensor, dy: Tensor) -> list[float]:
     """Return the milliseconds of forward, and of backward with all gradients."""
     times = time_stages(x.device, partial(peer, x, residual), lambda y: y.backward(dy))
     x.grad = residual.grad = None

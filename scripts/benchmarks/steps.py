@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scale", type=float, default=1.0, help="factor of the images' sides (default %(default)s)")
     add("--channels-last", action="store_true", help="memory format of images and weights")
     add("--compiled", action="store_true", help="under torch.compile")
-    add("--own-group", action="store_true", help="add syncbn with a process group of its own, apart from DDP's")
     add("--output", type=Path, default=Path("runs/steps"), help="folder (default %(default)s)")
 
 
@@ -80,8 +79,6 @@ def sample(name: str, device: torch.device, arguments: argparse.Namespace) -> di
     sides = [max(32, int(arguments.scale * side)) for side in shape[2:]]
     x = torch.randn(*shape[:2], *sides, device=device).to(memory_format=memory_format)
     kinds = {"nn.BatchNorm": nn.Module.train, "syncbn": syncbn.convert_syncbn_model, "hand-written": write_by_hand}
-    if arguments.own_group:
-        kinds["syncbn, own group"] = lambda model: syncbn.convert_syncbn_model(model, dist.new_group())
     calls = {}
     for kind, convert in kinds.items():
         model = convert(make()).to(device, memory_format=memory_format)

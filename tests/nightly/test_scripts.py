@@ -1,26 +1,30 @@
 """Tests that the scripts run with tiny settings. On a machine with a GPU a typing error may cost a whole run."""
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import gpu_run
 import pytest
 import run_tests
 from break_places import draw
-from jobs import run_on_ranks, run_script
+from build_description import BADGES, description
+from guides import ROOT
+from jobs import run, run_on_ranks, run_script
+from readme_renderer import markdown
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
+URLS = {"Repository": "https://example.org/syncbn", "Documentation": "https://guides.example.org/syncbn/"}
 
 
 @pytest.mark.parametrize(
     ("ranks", "script", "output"),
     [
         (2, "bench.py --rounds 2 --dtypes float32 bfloat16 --shapes 4x8x6x6 2x7x12", "2x7x12 bfloat16 channels last"),
-        (2, "bench.py steps --rounds 1 --scale 0.15 --channels-last --own-group --models segmentation", "own group"),
+        (2, "bench.py steps --rounds 1 --scale 0.15 --channels-last --models segmentation", "hand-written"),
         (1, "bench.py kernels --shapes 4x8x6x6 --rounds 2", "4x8x6x6 bfloat16 channels last"),
         (1, "accuracy.py", "mean 1e4, std 1"),
-        (2, "soak.py --minutes 0.02", " rounds in "),
     ],
 )
 def test_script_prints_its_results(ranks: int, script: str, output: str, tmp_path: Path) -> None:
@@ -29,6 +33,13 @@ def test_script_prints_its_results(ranks: int, script: str, output: str, tmp_pat
         settings += ["--output", str(tmp_path)]
     command = SCRIPTS / name, *settings
     assert output in (run_script(*command) if ranks == 1 else run_on_ranks(ranks, *command))
+
+
+@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="scripts/demo.sh would make its environment first")
+def test_demo_draws_the_predictions_of_three_models(tmp_path: Path) -> None:
+    output = run(SCRIPTS / "demo.sh", "--steps", 5, "--width", 4, "--test-scenes", 4, "--output", tmp_path)
+    assert (tmp_path / "predictions.png").exists()
+    assert output.splitlines()[-1].startswith("Shown, at seed 0: ")
 
 
 def test_dry_run_of_gpu_sh_passes(tmp_path: Path) -> None:
@@ -41,13 +52,15 @@ def test_dry_run_of_gpu_sh_passes(tmp_path: Path) -> None:
         assert (ROOT / f"tests/distributed/test_{name}.py").exists()
 
 
-def test_failing_test_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_tests, "LOGS", tmp_path)
+def test_run_tests_fails_if_a_test_fails(tmp_path: Path) -> None:
+    """A part in which the arguments select no test does not fail."""
     (tmp_path / "none.ini").touch()
     (tmp_path / "test_cases.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
     pytest_here = f"{run_tests.PYTEST} -c {tmp_path / 'none.ini'}"
     for name, passes in (("good", True), ("none", True), ("bad", False)):
-        assert run_tests.run([run_tests.Part(name, pytest_here, str(tmp_path), "-k", name)]) == passes
+        part = run_tests.Part(name, pytest_here, str(tmp_path), "-k", name)
+        part.log = tmp_path / f"{name}.log"
+        assert run_tests.run([part]) == passes
 
 
 def test_mutations_change_one_line_and_python_still_compiles() -> None:
@@ -61,3 +74,13 @@ def test_mutations_change_one_line_and_python_still_compiles() -> None:
         lines[mutation.line - 1] = mutation.new
         if mutation.file.endswith(".py"):
             compile("\n".join(lines), mutation.file, "exec")
+
+
+def test_the_description_on_the_package_index_has_no_dead_link() -> None:
+    """With the setting of the first release each link of README.md, which test_readme.py follows, has an address."""
+    readme = (ROOT / "README.md").read_text()
+    pages = [markdown.render(text) for text in (description(readme, URLS, "0.1"), readme)]  # The index renders them so.
+    targets, readme_targets = (re.findall(r'(?:href|src)="([^"]*)"', html) for html in pages)
+    assert len(targets) == len(readme_targets) + 2 * len(BADGES)
+    assert all(target.startswith(("#user-content-", "https://")) for target in targets)
+    assert description(readme, {}, "0.1") == readme
