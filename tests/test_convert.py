@@ -193,21 +193,16 @@ def test_parametrizations_are_added_and_removed_around_a_conversion() -> None:
     assert type(parametrize.remove_parametrizations(layer, "weight")) is nn.BatchNorm2d
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("channel_last", torch.tensor([1, 0])), ("fuse_relu", "no"), ("track_running_stats", "no")]
-)
-def test_flags_are_checked_where_a_forward_calls_f_batch_norm(name: str, value: object) -> None:
+def test_flags_are_checked_where_a_forward_calls_f_batch_norm() -> None:
     layer = syncbn.convert_syncbn_model(BatchNormAct2d(3))
-    setattr(layer, name, value)
-    with pytest.raises(TypeError, match=f"{name} must be a bool, got"):
+    layer.fuse_relu = "no"
+    with pytest.raises(TypeError, match="fuse_relu must be a bool, got"):
         layer(torch.ones(2, 3, 2, 2))
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_call_that_is_not_replaced_returns_no_view(training: bool) -> None:
+def test_a_call_that_is_not_replaced_returns_no_view() -> None:
     """Autograd would record an in-place relu after the call as a change of a view."""
-    layer = syncbn.convert_syncbn_model(Frozen(3)).train(training)
-    assert not layer(torch.ones(2, 3, 2, 2, requires_grad=True))._is_view()
+    assert not syncbn.convert_syncbn_model(Frozen(3))(torch.ones(2, 3, 2, 2, requires_grad=True))._is_view()
 
 
 PATCHED_BEFORE_IMPORT = """

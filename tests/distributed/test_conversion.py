@@ -19,19 +19,18 @@ import torch.nn.functional as F
 from subclasses_of_batchnorm import BatchNormAct2d, CallsFunctional, CallsSuper2d, Frozen, ManualBatchNorm, parametrized
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-from training import CountCollectives, mine, require_equal_state, require_trains_as, step, train, whole_batches
+from training import CountCollectives, require_trains_as, step, whole_batches
 from voting import Ranks
 
 import syncbn
 from syncbn.functional import sync_batch_norm, sync_batch_stats
 from syncbn.texts import warn_once
 
-# Models: training, evaluation, copies and averages.
+# Models: training, revert and copies.
 
 
 def sequential(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(1, 3, 3), *layers, nn.Flatten(), nn.Linear(108, 5))
 
 
@@ -43,15 +42,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def build(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name]().double()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_trains_as_one_process_and_reverts_for_export(ranks: Ranks, name: str) -> None:
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_trains_as_one_process_and_reverts_for_export(ranks: Ranks, build: Callable[[], nn.Module]) -> None:
     """After a revert the exported model equals the evaluation of an unconverted model, bit for bit."""
-    alone, original, model = (build(name).to(ranks.device) for _ in range(3))
+    alone, original, model = (build().double().to(ranks.device) for _ in range(3))
     require_trains_as(alone, ranks, syncbn.convert_syncbn_model(model))
     syncbn.revert_syncbn_model(model.eval())
     original.load_state_dict(model.state_dict())
@@ -86,27 +80,6 @@ def test_a_copy_holds_nothing_that_belongs_to_one_layer(ranks: Ranks, copy_by: C
     assert layer._syncbn_site is layer._options is layer._train_override is None
     torch.testing.assert_close(copied(x), expected)
     assert layer.num_batches_tracked == 1
-
-
-def test_averaged_models_communicate_only_in_update_bn(ranks: Ranks) -> None:
-    """The statistics are averaged, the model's newest or, by update_bn, those of the data of all ranks."""
-    ema, num_steps, results = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, 3, []
-    whole = whole_batches(ranks, num_steps)
-    alone, model = (build("plain").to(ranks.device) for _ in range(2))
-    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(model))
-    for averaged, trained, x, labels in ((alone, alone, *whole), (model, ddp, *mine(ranks, *whole))):
-        copies = [AveragedModel(averaged, use_buffers=True, **ema), *(AveragedModel(averaged, **ema) for _ in range(2))]
-        for index in range(num_steps):
-            train(trained, x[index, None], labels[index, None])
-            with CountCollectives() as collectives:
-                for copied in copies:
-                    copied.update_parameters(averaged)
-                    copied.eval()(x[index])
-            assert collectives.total == 0
-        assert torch.equal(copies[1].module[1].running_var, averaged[1].running_var)
-        update_bn(list(x), copies[2])
-        results.append(nn.ModuleList(copies))
-    require_equal_state(*results)
 
 
 # Layers whose forward calls batch norm.
