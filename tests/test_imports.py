@@ -7,39 +7,36 @@ from pathlib import Path
 import syncbn
 
 PACKAGE = Path(syncbn.__file__).parent
-LOWEST = "torch_internals", "texts", "payload"
+LOWEST = "syncbn.torch_internals", "syncbn.texts", "syncbn.payload"
 # By the prefix of a module's name, the prefixes of all that the module may import.
 ALLOWED = {
-    "torch_internals": LOWEST,
-    "payload": (),
-    "kernels.": ("kernels.", "statistics", *LOWEST),
-    "ranks.": ("ranks.", "kernels.", *LOWEST),
+    "syncbn.torch_internals": LOWEST,
+    "syncbn.payload": (),
+    "syncbn.kernels": ("syncbn.kernels", "syncbn.statistics", *LOWEST),
+    "syncbn.ranks": ("syncbn.ranks", "syncbn.kernels", *LOWEST),
 }
-KNOW_DISTRIBUTED = "ranks.", "torch_internals", "testing", "__main__"
+KNOW_DISTRIBUTED = "syncbn.ranks", "syncbn.torch_internals", "syncbn.testing", "syncbn.__main__"
 # Imports inside methods of layer.py: the conversion is also a classmethod of the layer, as in torch, and a program may
 # have replaced the forward of torch's class, which then runs like the forward of a subclass.
-LATE = {("layer", "convert"), ("layer", "subclasses")}
-TREES = {
-    ".".join(file.relative_to(PACKAGE).with_suffix("").parts): ast.parse(file.read_text())
-    for file in PACKAGE.rglob("*.py")
-}
+LATE = {("syncbn.layer", "syncbn.convert"), ("syncbn.layer", "syncbn.subclasses")}
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+TREES = {module_name(file): ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
     """Return the modules of the package that a module imports, including those for type annotations."""
-    modules = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "syncbn":
-            parent = node.module.removeprefix("syncbn").removeprefix(".")
-            for alias in node.names:
-                name = f"{parent}.{alias.name}".strip(".")
-                candidates = name, parent, f"{name}.__init__", f"{parent}.__init__".strip(".")
-                modules.add(next(candidate for candidate in candidates if candidate in TREES))
-    return modules
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = [{str(node.module), f"{node.module}.{alias.name}"} & TREES.keys() for node in nodes for alias in node.names]
+    return {max(candidates, key=len) for candidates in names if candidates}
 
 
 IMPORTS = {
-    module: {other for other in imported_modules(tree) if (module, other) not in LATE} for module, tree in TREES.items()
+    name: {other for other in imported_modules(tree) if (name, other) not in LATE} for name, tree in TREES.items()
 }
 
 

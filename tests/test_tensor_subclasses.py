@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equal_to_torch import Layer, as_torch, close, twins
+from equal_to_torch import Layer, close, compare_with_torch, layer_pair
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from tensor_subclasses import Image, MetaImage, OwnParameter, TensorImage, as_class, plain
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def test_a_tensor_of_a_subclass_in_each_role(role: str, subclass: type[Tensor]) 
         assert all(buffer is before[name] for name, buffer in layer.named_buffers())
         return results
 
-    as_torch(run)
+    compare_with_torch(run)
 
 
 def differentiate_twice(layer: Layer, x: Tensor) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def compile_and_train(layer: Layer, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("use", [evaluate, differentiate_twice, compile_and_train])
 def test_an_input_of_a_subclass_in_other_uses(use: Callable[[Any, Tensor], dict[str, Tensor]]) -> None:
     x = as_class(torch.randn(SHAPE), TensorImage, "x")
-    as_torch(lambda layer: use(layer, x))
+    compare_with_torch(lambda layer: use(layer, x))
 
 
 @pytest.mark.parametrize("layer_class", [BatchNormAct2d, CallsSuper2d])
@@ -98,7 +98,7 @@ def test_an_input_of_a_subclass_in_other_uses(use: Callable[[Any, Tensor], dict[
 def test_an_input_of_a_subclass_in_a_converted_subclass(layer_class: type[nn.BatchNorm2d], training: bool) -> None:
     """The forward of the converted subclass runs under a TorchFunctionMode."""
     x = as_class(torch.randn(SHAPE), TensorImage, "x")
-    as_torch(lambda layer: step(layer, layer.train(training), x), layer_class=layer_class)
+    compare_with_torch(lambda layer: step(layer, layer.train(training), x), layer_class=layer_class)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
@@ -114,7 +114,7 @@ def test_the_gradient_of_a_residual_does_not_share_memory_with_dy(
     """Autograd adds to z.grad in place. A tensor whose spatial sizes are 1 is dense with any strides."""
     x, dy, z = (torch.randn(shape, dtype=dtype).requires_grad_(requires) for requires in (True, False, True))
     dy = as_class(dy.as_strided(shape, (3, 1, 7, 5)) if shape[2] == 1 else dy, class_of_dy)
-    y, expected = twins()[1].to(dtype)(as_class(x, class_of_x), z), 2 * plain(dy)
+    y, expected = layer_pair()[1].to(dtype)(as_class(x, class_of_x), z), 2 * plain(dy)
     y.backward(dy, retain_graph=True, create_graph=create_graph)
     y.backward(dy)
     assert torch.equal(plain(dy), expected / 2)
