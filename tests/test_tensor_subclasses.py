@@ -86,7 +86,7 @@ def compile_and_train(layer: Layer, x: Tensor) -> dict[str, Tensor]:
     return step(torch.compile(layer, backend="eager", fullgraph=True), layer, x)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # from Dynamo
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # Dynamo warns
 @pytest.mark.parametrize("use", [evaluate, differentiate_twice, compile_and_train])
 def test_an_input_of_a_subclass_in_other_uses(use: Callable[[Any, Tensor], dict[str, Tensor]]) -> None:
     x = as_class(torch.randn(SHAPE), TensorImage, "x")

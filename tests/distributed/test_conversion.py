@@ -58,7 +58,7 @@ def test_trains_as_one_process_and_reverts_for_export(ranks: Ranks, build: Calla
 
 
 class CopiesItsDict(nn.BatchNorm2d):
-    """Defines the methods by which classes add attributes to their copies, and copies all of `__dict__`."""
+    """Defines how its instances are copied and pickled: with all of `__dict__`."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
         memo[id(self)] = other = type(self).__new__(type(self))
@@ -71,7 +71,7 @@ class CopiesItsDict(nn.BatchNorm2d):
 
 @pytest.mark.parametrize("copy_by", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_holds_nothing_that_belongs_to_one_layer(ranks: Ranks, copy_by: Callable[..., nn.Module]) -> None:
-    """A layer has a site on its group, for example. Classes may copy all of their `__dict__`."""
+    """A layer has, for example, a site on its group. The copy trains over all ranks too."""
     model = syncbn.convert_syncbn_model(nn.Sequential(CopiesItsDict(3))).to(ranks.device)
     x = torch.randn(2, 3, 5, 5, device=ranks.device) + ranks.rank
     with syncbn.accumulate_running_stats(model):
@@ -84,11 +84,10 @@ def test_a_copy_holds_nothing_that_belongs_to_one_layer(ranks: Ranks, copy_by: C
 
 # Layers whose forward calls batch norm.
 
-Forward = Callable[[nn.BatchNorm2d, Tensor], Tensor]
 Build = Callable[..., nn.Module]  # the class of a layer, or a function with the same arguments
 
 
-def subclass(name: str, forward: Forward) -> type[nn.BatchNorm2d]:
+def subclass(name: str, forward: Callable[[nn.BatchNorm2d, Tensor], Tensor]) -> type[nn.BatchNorm2d]:
     return type(name, (nn.BatchNorm2d,), {"forward": forward})
 
 
@@ -119,7 +118,7 @@ def normalise_instances(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 def parametrized_without_bias(layer_class: type[nn.BatchNorm2d], num_features: int, **options: Any) -> nn.Module:
-    """Without running statistics, no attribute of the layer holds a tensor."""
+    """Return a parametrized layer. If it has no running statistics, no attribute of the layer is a tensor."""
     layer = layer_class(num_features, **options)
     layer.register_parameter("bias", None)
     return parametrized(layer)
