@@ -26,7 +26,7 @@ PACKAGE = Path(syncbn.__file__).resolve().parent
 # syncbn.testing.
 
 
-def test_ranks_start_without_the_settings_of_these_tests() -> None:
+def test_ranks_start_with_the_defaults_that_users_have() -> None:
     assert_matches_full_batch(trained_as_one.model, batch(5), F.cross_entropy)  # 3 + 2 samples
 
 
