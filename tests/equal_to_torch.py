@@ -17,16 +17,16 @@ from syncbn.kernels.interface import BackwardKernels, ForwardKernels
 Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
 
 
-def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the test empty caches of kernels."""
+def clear_kernel_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the caches of kernels be empty at the start of a test."""
     for kernels in (ForwardKernels, BackwardKernels):
         kernels.cached.cache_clear()
     for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache):
         monkeypatch.setattr(cache, "entries", {})
 
 
-def twins(layer_class: type[nn.BatchNorm2d] = nn.BatchNorm2d) -> tuple[Any, Any]:
-    """Return a layer of torch with 3 channels, and a converted copy."""
+def layer_pair(layer_class: type[nn.BatchNorm2d] = nn.BatchNorm2d) -> tuple[Any, Any]:
+    """Return a layer of torch with 3 channels and random parameters, and a converted copy."""
     expected = layer_class(3)
     for parameter in expected.parameters():
         nn.init.uniform_(parameter, 0.5, 2)
@@ -39,16 +39,16 @@ def close(actual: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-5, **
     torch.testing.assert_close(*tensors, rtol=rtol, atol=atol, **options)
 
 
-def as_torch(run: Callable[[Any], Any], layer_class: Any = nn.BatchNorm2d, **tolerance: Any) -> Any:
-    """Return what `run` returns for a converted layer, which must be what it returns for torch's, classes and metadata
-    included."""
-    expected, actual = map(run, twins(layer_class))
+def compare_with_torch(run: Callable[[Any], Any], layer_class: Any = nn.BatchNorm2d, **tolerance: Any) -> Any:
+    """Call `run` with a layer of torch and with a converted copy, require equal values, classes and metadata, and
+    return the result of the copy."""
+    expected, actual = map(run, layer_pair(layer_class))
     close(actual, expected, **tolerance)
     assert [*map(class_and_metadata, tree_leaves(actual))] == [*map(class_and_metadata, tree_leaves(expected))]
     return actual
 
 
-def with_gaps(tensor: Tensor) -> Tensor:
+def strided_copy(tensor: Tensor) -> Tensor:
     """Return the same values in memory that is not dense."""
     return torch.stack((tensor, tensor), -1)[..., 0]
 
@@ -63,3 +63,7 @@ def escaped(tensor: Tensor) -> Tensor:
 
     torch.func.grad(function)(tensor.detach())
     return kept[0]
+
+
+# old names
+forget_kernels, twins, as_torch, with_gaps = clear_kernel_caches, layer_pair, compare_with_torch, strided_copy

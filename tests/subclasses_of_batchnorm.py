@@ -1,4 +1,4 @@
-"""Subclasses of BatchNorm as users write them."""
+"""Subclasses of nn.BatchNorm as users write them."""
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +9,11 @@ from syncbn.functional import sync_batch_norm
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """Like timm's BatchNormAct2d: F.batch_norm, then dropout and activation."""
+    """Like timm's BatchNormAct2d: calls F.batch_norm, then an activation."""
 
-    def __init__(self, num_features: int, drop: float = 0.0, **options: object) -> None:
+    def __init__(self, num_features: int, **options: object) -> None:
         super().__init__(num_features, **options)
-        self.drop, self.act = nn.Dropout(drop), nn.ReLU(inplace=True)
+        self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         factor = 0.0 if self.momentum is None else self.momentum
@@ -24,8 +24,7 @@ class BatchNormAct2d(nn.BatchNorm2d):
         use_batch = self.training or self.running_mean is None
         tracks = not self.training or self.track_running_stats
         running = (self.running_mean, self.running_var) if tracks else (None, None)
-        x = F.batch_norm(x, *running, self.weight, self.bias, use_batch, factor, self.eps)
-        return self.act(self.drop(x))
+        return self.act(F.batch_norm(x, *running, self.weight, self.bias, use_batch, factor, self.eps))
 
 
 class CallsSuper2d(nn.BatchNorm2d):
@@ -36,40 +35,27 @@ class CallsSuper2d(nn.BatchNorm2d):
 
 
 class Frozen(nn.BatchNorm2d):
-    """Uses the running statistics in training too."""
+    """Normalises with the running statistics in training too."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
 
 
-class OnlyAttributes(torch.nn.modules.batchnorm._BatchNorm):
-    """Inherits from _BatchNorm, without a forward of its own."""
-
-    note = "mine"
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        assert input.ndim == 4
-
-
 class CallsFunctional(nn.BatchNorm2d):
-    """Follows the advice of the warning about OwnMathematics."""
+    """Calls the function that syncbn's warning about ManualBatchNorm recommends."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         running = self.running_mean, self.running_var
         return sync_batch_norm(x, *running, self.weight, self.bias, self.training, 0.1, self.eps)
 
 
-class OwnMathematics(nn.BatchNorm2d):
-    """Calls no function that can be synchronised."""
+class ManualBatchNorm(nn.BatchNorm2d):
+    """Calls no batch norm, so no call can be synchronised."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)
 
 
-class Positive(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.exp()
-
-
 def parametrized(layer: nn.Module) -> nn.Module:
-    return parametrize.register_parametrization(layer, "weight", Positive())
+    """Make the weight of a layer positive by torch.nn.utils.parametrize."""
+    return parametrize.register_parametrization(layer, "weight", nn.Softplus())

@@ -1,14 +1,12 @@
-"""Catches a row of docs/deploy.md that no longer holds: of a converted model, or of a reverted one."""
+"""Tests the tables and programs of docs/deploy.md, for converted and for reverted models."""
 
 import io
-import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from guides import NAMES, code_block, run_block
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from torch import Tensor, nn
 from torch.ao import quantization
@@ -17,9 +15,9 @@ from torch.ao.quantization import quantize_fx
 import syncbn
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of TorchScript and torch.ao.quantization
-    pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning"),  # the same from torch 2.15 on
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),  # of a comparison in F.batch_norm
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # TorchScript and torch.ao.quantization are deprecated
+    pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning"),  # the deprecation in torch 2.15
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),  # F.batch_norm compares sizes
     pytest.mark.filterwarnings("ignore:.*(reduce_range|observer|TypedStorage|quantize|ONNX Preprocess):UserWarning"),
 ]
 
@@ -35,9 +33,8 @@ def prepare_qat(model: nn.Module) -> nn.Module:
     return quantize_fx.prepare_qat_fx(model, quantization.get_default_qat_qconfig_mapping(), (X,))
 
 
-def test_fusion_of_graphs() -> None:
-    """It leaves the layers of a converted model, and fuses those of a reverted one."""
-    from torch.fx.experimental import optimization  # which warns when it is imported
+def test_fusion_of_graphs_leaves_converted_layers_and_fuses_reverted_layers() -> None:
+    from torch.fx.experimental import optimization  # the import warns
 
     for fuse, training in ((optimization.fuse, False), (quantize_fx.fuse_fx, False), (prepare_qat, True)):
         assert isinstance(fuse(converted(training)).get_submodule("1"), syncbn.SyncBatchNorm2d)
@@ -45,43 +42,41 @@ def test_fusion_of_graphs() -> None:
         assert not any(type(module) is nn.BatchNorm2d for module in fused.children())
 
 
-def test_eager_quantisation() -> None:
-    """The converted model is refused, with the remedy; torch quantises the reverted one."""
+def quantise(model: nn.Module) -> Tensor:
+    model = nn.Sequential(quantization.QuantStub(), model, quantization.DeQuantStub()).train()
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    prepared = quantization.prepare_qat(model)
+    prepared(X).sum().backward()
+    return quantization.convert(prepared.eval())(X)
 
-    def quantised(model: nn.Module) -> Tensor:
-        model = nn.Sequential(quantization.QuantStub(), model, quantization.DeQuantStub()).train()
-        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
-        prepared = quantization.prepare_qat(model)
-        prepared(X).sum().backward()
-        return quantization.convert(prepared.eval())(X)
 
+def test_eager_quantisation_needs_a_revert() -> None:
     with pytest.raises(TypeError, match=r"got torch\.quint8; call syncbn\.revert_syncbn_model\(model\) before quant"):
-        quantised(converted(True))
-    quantised(quantization.fuse_modules_qat(syncbn.revert_syncbn_model(converted(True)), [["0", "1", "2"]]))
+        quantise(converted(True))
+    quantise(quantization.fuse_modules_qat(syncbn.revert_syncbn_model(converted(True)), [["0", "1", "2"]]))
 
 
 @pytest.mark.parametrize("layer_class", [nn.BatchNorm2d, CallsSuper2d, BatchNormAct2d])
-def test_torchscript_of_a_converted_model(layer_class: type[nn.Module]) -> None:
-    """It is refused, with the remedy and the model left whole, but for a trace in evaluation."""
+def test_torchscript_needs_a_revert_except_for_a_trace_in_evaluation(layer_class: type[nn.Module]) -> None:
+    """The error names the remedy and leaves the model unchanged."""
     model = converted(True, layer_class(4))
     modules = {name: (module, type(module)) for name, module in model.named_modules()}
     options = {"dynamo": False, "training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
-    for refused, what in (
+    for call, message in (
         (lambda: torch.jit.script(model), r"cannot compile Sync\w+"),
         (lambda: torch.jit.script(model.eval()), r"cannot compile Sync\w+"),
         (lambda: torch.jit.trace(model.train(), X), "cannot record .*"),
         (lambda: torch.onnx.export(model, X, io.BytesIO(), **options), r"torch\.onnx\.export\(dynamo=False\) uses, .*"),
     ):
-        with pytest.raises(RuntimeError, match=rf"{what}: call syncbn\.revert_syncbn_model\(model\) first"):
-            refused()
-    torchs = syncbn.convert_syncbn_model(nn.SyncBatchNorm(4))  # which would become nn.SyncBatchNorm
-    with pytest.raises(RuntimeError, match=r"revert_syncbn_model\(model, nn\.BatchNorm2d\) first"):
-        torch.jit.script(torchs)
+        with pytest.raises(RuntimeError, match=rf"{message}: call syncbn\.revert_syncbn_model\(model\) first"):
+            call()
     assert {name: (module, type(module)) for name, module in model.named_modules()} == modules
     assert torch.equal(torch.jit.trace(model.eval(), X)(X), model(X))
 
 
-def test_torchscript_of_what_no_revert_reaches() -> None:
+def test_torchscript_names_the_remedy_where_a_plain_revert_is_not_enough() -> None:
+    with pytest.raises(RuntimeError, match=r"revert_syncbn_model\(model, nn\.BatchNorm2d\) first"):
+        torch.jit.script(syncbn.convert_syncbn_model(nn.SyncBatchNorm(4)))
     with pytest.raises(RuntimeError, match="load its state_dict into a model that is built with"):
         torch.jit.script(nn.Sequential(syncbn.SyncBatchNorm2d(3)))
     with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
@@ -110,22 +105,20 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("layer_class", [syncbn.SyncBatchNorm1d, nn.BatchNorm1d])
 def test_a_model_that_was_trained_with_masks(layer_class: type[nn.Module], tmp_path: Path) -> None:
-    """The page's two programs: in evaluation it is exported as it is, and loads into a model without syncbn."""
+    """In evaluation it is exported without a revert, and its state_dict loads into a model without syncbn."""
     model = syncbn.convert_syncbn_model(Masked(layer_class))
     x, mask = torch.randn(5, 3, 9), torch.arange(9) < torch.tensor([9, 7, 3, 1, 5])[:, None]
     model(x, mask)
-    names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "ddp": SimpleNamespace(module=model), "x": x}
-    names |= {"mask": mask, "Network": Masked}
-    page = (Path(__file__).parents[1] / "docs" / "deploy.md").read_text()
-    section = page[page.index("## A model that was trained with masks") :]
-    for index, program in enumerate(re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)):
-        (file := tmp_path / f"{index}.py").write_text(program)  # from which torch.jit.script reads the source
-        exec(compile(program, file, "exec"), names)
-    few, short = x[:2, :, :8], mask[:2, :8]
-    expected = model(few, short)
-    assert torch.equal(expected, expected.masked_fill(~short[:, None], 0))
-    torch.testing.assert_close(names["program"].module()(few, short), expected)
-    assert "syncbn" not in names["program"].graph_module.code
-    assert torch.equal(names["plain"](few, short), expected)
+    names = NAMES | {"ddp": SimpleNamespace(module=model), "Network": Masked}
+    program = run_block("deploy.md", "program = torch.export.export", **names, x=x, mask=mask)["program"]
+    (file := tmp_path / "masked.py").write_text(code_block("deploy.md", "class MaskedBatchNorm1d"))
+    exec(compile(file.read_text(), file, "exec"), names)  # torch.jit.script reads the source in the file
+    plain = names["plain"]
+    short_x, short_mask = x[:2, :, :8], mask[:2, :8]
+    expected = model(short_x, short_mask)
+    assert torch.equal(expected, expected.masked_fill(~short_mask[:, None], 0))
+    torch.testing.assert_close(program.module()(short_x, short_mask), expected)
+    assert "syncbn" not in program.graph_module.code
+    assert torch.equal(plain(short_x, short_mask), expected)
     torch.testing.assert_close(torch.jit.trace(model, (x, mask))(x, mask), model(x, mask))
-    torch.testing.assert_close(torch.jit.script(names["plain"])(x, mask), model(x, mask))
+    torch.testing.assert_close(torch.jit.script(plain)(x, mask), model(x, mask))

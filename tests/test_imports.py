@@ -1,4 +1,4 @@
-"""Catches imports in a circle, and a room of the package that imports what stands above it."""
+"""Tests which modules of the package import which others, and which of them know torch.distributed."""
 
 import ast
 import graphlib
@@ -7,52 +7,50 @@ from pathlib import Path
 import syncbn
 
 PACKAGE = Path(syncbn.__file__).parent
-LOWEST = "torch_internals", "texts", "payload"
-ROOMS = {  # the beginning of a module's name -> the beginnings of all that it may import
-    "torch_internals": LOWEST,
-    "payload": (),  # not the kernels: ranks do not need them for what they send
-    "kernels.": ("kernels.", "statistics", *LOWEST),
-    "ranks.": ("ranks.", "kernels.", *LOWEST),
+LOWEST = "syncbn.torch_internals", "syncbn.texts", "syncbn.payload"
+# By the prefix of a module's name, the prefixes of all that the module may import.
+ALLOWED = {
+    "syncbn.torch_internals": LOWEST,
+    "syncbn.payload": (),
+    "syncbn.kernels": ("syncbn.kernels", "syncbn.statistics", *LOWEST),
+    "syncbn.ranks": ("syncbn.ranks", "syncbn.kernels", *LOWEST),
 }
-# Rooms that may know torch.distributed; and tests of users' own, which start ranks.
-KNOWS_RANKS = "ranks.", "torch_internals", "testing", "__main__"
-# Within methods of layer.py: torch's name of the conversion stands on the class, and users type it; and a program may
-# have replaced the forward of torch's own class, which then runs like that of a subclass.
-LATE = {("layer", "convert"), ("layer", "subclasses")}
-MODULES = {
-    ".".join(file.relative_to(PACKAGE).with_suffix("").parts): ast.parse(file.read_text())
-    for file in PACKAGE.rglob("*.py")
+KNOW_DISTRIBUTED = "syncbn.ranks", "syncbn.torch_internals", "syncbn.testing", "syncbn.__main__"
+# Imports inside methods of layer.py: the conversion is also a classmethod of the layer, as in torch, and a program may
+# have replaced the forward of torch's class, which then runs like the forward of a subclass.
+LATE = {("syncbn.layer", "syncbn.convert"), ("syncbn.layer", "syncbn.subclasses")}
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+TREES = {module_name(file): ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
+
+
+def imported_modules(tree: ast.AST) -> set[str]:
+    """Return the modules of the package that a module imports, including those for type annotations."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = [{str(node.module), f"{node.module}.{alias.name}"} & TREES.keys() for node in nodes for alias in node.names]
+    return {max(candidates, key=len) for candidates in names if candidates}
+
+
+IMPORTS = {
+    name: {other for other in imported_modules(tree) if (name, other) not in LATE} for name, tree in TREES.items()
 }
 
 
-def imported(tree: ast.AST) -> set[str]:
-    """The modules of this package that this one imports, also for types alone."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "syncbn":
-            parent = node.module.removeprefix("syncbn").removeprefix(".")
-            for alias in node.names:
-                name = f"{parent}.{alias.name}".strip(".")
-                candidates = name, parent, f"{name}.__init__", f"{parent}.__init__".strip(".")
-                found.add(next(candidate for candidate in candidates if candidate in MODULES))
-    return found
+def test_there_are_no_import_cycles() -> None:
+    graphlib.TopologicalSorter(IMPORTS).prepare()  # raises a CycleError that names the modules
 
 
-IMPORTS = {module: {one for one in imported(tree) if (module, one) not in LATE} for module, tree in MODULES.items()}
-
-
-def test_imports_make_no_circle() -> None:
-    graphlib.TopologicalSorter(IMPORTS).prepare()  # raises a CycleError with the modules of one
-
-
-def test_rooms_import_only_what_stands_below() -> None:
+def test_kernels_and_ranks_import_only_lower_modules() -> None:
     for module, others in IMPORTS.items():
-        for room, allowed in ROOMS.items():
-            assert not module.startswith(room) or all(other.startswith(allowed) for other in others), module
+        for prefix, allowed in ALLOWED.items():
+            assert not module.startswith(prefix) or all(other.startswith(allowed) for other in others), module
 
 
-def test_who_knows_torch_distributed() -> None:
-    """Nobody else: so ranks can be thought of in one place."""
-    for module, tree in MODULES.items():
-        names = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
-        assert module.startswith(KNOWS_RANKS) or "torch.distributed" not in " ".join(names), module
+def test_few_modules_import_torch_distributed() -> None:
+    for module, tree in TREES.items():
+        imports = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        assert module.startswith(KNOW_DISTRIBUTED) or "torch.distributed" not in " ".join(imports), module

@@ -1,16 +1,13 @@
-"""Tests that an import only defines names, nothing outlives the process group, and the public names are complete."""
+"""Tests that an import has no side effects, that nothing outlives a process group, and that examples run."""
 
 import doctest
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from jobs import run
-
-import syncbn
 
 EFFECTS = """
 import json, os, sys, tempfile, threading
@@ -32,18 +29,15 @@ print(json.dumps([sorted(loaded), before, after, dist.is_initialized(), operator
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads open files from /proc")
 def test_an_import_has_no_side_effects(tmp_path: Path) -> None:
-    """It loads only modules that torch has loaded, and creates no thread, file, folder, process group or operator."""
-    loaded, before, after, *created = json.loads(run(sys.executable, "-c", EFFECTS, TMPDIR=str(tmp_path)))
+    """Only modules that torch has loaded are loaded, and no thread, file, folder, process group or operator is created.
+    A folder named `syncbn` in the working directory, such as a clone, does not hide the package."""
+    (tmp_path / "syncbn").mkdir()
+    printed = run(sys.executable, "-c", EFFECTS, folder=tmp_path, TMPDIR=str(tmp_path))
+    loaded, before, after, *created = json.loads(printed)
     assert "syncbn.layer" in loaded
     assert [name for name in loaded if not name.startswith("syncbn")] == []
     assert after == before
     assert not any(created), created
-
-
-def test_a_script_next_to_a_clone_imports_the_package(tmp_path: Path) -> None:
-    """Python would take the clone, a folder named `syncbn`, for a namespace package if no path leads to the package."""
-    (tmp_path / "syncbn").mkdir()
-    run(sys.executable, "-c", "import syncbn; syncbn.SyncBatchNorm", folder=tmp_path)
 
 
 OUTLIVES = """
@@ -61,7 +55,7 @@ def gloo_threads():
     return "gloo" in names
 
 calls.resolve = lambda spec: dist.group.WORLD  # a group of one rank too
-for _ in range(3):
+for _ in range(2):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = weakref.ref(dist.group.WORLD)
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -79,26 +73,10 @@ while gloo_threads() or threading.active_count() > 1:  # a joined thread may sta
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads threads from /proc")
-def test_nothing_outlives_the_process_group() -> None:
+def test_no_thread_or_group_outlives_destroy_process_group() -> None:
     """A thread of gloo that frees a tensor while the interpreter ends would abort the process. The watchdog's thread
     ends too, and keeps no reference to the group."""
     run(sys.executable, "-c", OUTLIVES)  # a new process, which has imported nothing
-
-
-PUBLIC = {
-    "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d",
-    "convert_syncbn_model", "revert_syncbn_model", "create_syncbn_process_group",
-    "accumulate_running_stats", "summary", "functional", "kernels",
-}  # fmt: skip
-
-
-def test_the_public_names_are_complete() -> None:
-    """No submodule replaces a function of the same name, such as `summary`."""
-    names = {name for name, value in vars(syncbn).items() if name in PUBLIC or not isinstance(value, ModuleType)}
-    assert {name for name in names if not name.startswith("__")} == PUBLIC
-    assert callable(syncbn.summary)
-    for name in ("testing", "functional", "kernels", "__main__"):
-        assert importlib.util.find_spec(f"syncbn.{name}"), name
 
 
 @pytest.mark.parametrize("name", ["functional", "convert"])

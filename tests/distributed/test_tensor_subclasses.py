@@ -1,6 +1,6 @@
 """Tests that a Tensor subclass on one rank changes neither the other ranks' batch nor what any rank sends.
 
-Rank 0 has tensors of a subclass, and the other ranks have plain tensors; test_fuzz.py draws other mixtures.
+Rank 0 has tensors of a subclass, and the other ranks have plain tensors. test_fuzz.py draws other mixtures.
 """
 
 import contextlib
@@ -14,47 +14,28 @@ import torch
 from tensor_subclasses import Image, MetaImage, as_class, plain
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import (
-    Checkpointed,
-    mine,
-    require_equal_state,
-    shard,
-    small_model,
-    train,
-    whole_batches,
-)
+from training import Checkpointed, mine, require_equal_state, shard, small_model, train, whole_batches
 from voting import Ranks
 
 import syncbn
 
 
-def checkpointed(model: nn.Module, use_reentrant: bool = False) -> nn.Module:
-    return nn.Sequential(model[0], Checkpointed(model[1], use_reentrant=use_reentrant), *model[2:])
-
-
-WRAPPERS: dict[str, Callable[[nn.Module, Ranks], nn.Module]] = {
-    "DDP": lambda model, ranks: DistributedDataParallel(model),
-    "FSDP2": shard,
-    "checkpoint": lambda model, ranks: DistributedDataParallel(checkpointed(model)),
-    "reentrant checkpoint": lambda model, ranks: DistributedDataParallel(checkpointed(model, use_reentrant=True)),
-    "checkpoint inside FSDP2": lambda model, ranks: shard(checkpointed(model), ranks),
-}
-
-
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # for nn.BatchNorm2d too
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_trains_as_one_process(ranks: Ranks, wrap: Callable[..., nn.Module]) -> None:
-    alone = small_model().to(ranks.device)
-    model = syncbn.convert_syncbn_model(small_model().to(ranks.device))
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # nn.BatchNorm2d causes it too
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_trains_with_activation_checkpointing_as_one_process(ranks: Ranks, use_reentrant: bool) -> None:
+    """Under FSDP2, or under DDP if the checkpoint is reentrant."""
+    alone, model = small_model().to(ranks.device), syncbn.convert_syncbn_model(small_model().to(ranks.device))
     x, labels = whole_batches(ranks, num_steps=3)
     train(alone, x, labels)
+    blocks = nn.Sequential(model[0], Checkpointed(model[1], use_reentrant=use_reentrant), *model[2:])
+    wrapped = DistributedDataParallel(blocks) if use_reentrant else shard(blocks, ranks)
     own_x, own_labels = mine(ranks, x, labels)
-    train(wrap(model, ranks), as_class(own_x, Tensor if ranks.rank else MetaImage), own_labels)
+    train(wrapped, as_class(own_x, Tensor if ranks.rank else MetaImage), own_labels)
     require_equal_state(model, alone)
 
 
 class Hooked(Image):
-    """Replaces calls of functions named batch_norm by `hook`, which gets the call."""
+    """Calls `hook` instead of a function named batch_norm. The hook takes the call as a function."""
 
     hook: Callable[[Callable[[], Any]], Any]
 
@@ -65,7 +46,7 @@ class Hooked(Image):
 
 
 def fail(run: Callable[[], Tensor]) -> Tensor:
-    raise LookupError("mine")
+    raise LookupError("from the hook")
 
 
 HOOKS: dict[str, Callable[[Callable[[], Tensor]], Tensor]] = {
@@ -78,16 +59,18 @@ HOOKS: dict[str, Callable[[Callable[[], Tensor]], Tensor]] = {
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_torch_function_hook_affects_only_the_output_of_its_rank(ranks: Ranks, name: str) -> None:
-    """On rank 0 the hook gives the output, or its error. The statistics have moved before, once; the other ranks see
-    neither another output nor another collective."""
+    """On rank 0 the hook replaces the output, or raises. Before that the statistics are updated, once. Outputs and
+    collectives of other ranks stay the same."""
     layer, x = syncbn.SyncBatchNorm1d(3, device=ranks.device), torch.randn(2, 3, device=ranks.device)
-    without_hook, has_hook = copy.deepcopy(layer), ranks.rank == 0
-    expected = without_hook(x)
+    reference, has_hook = copy.deepcopy(layer), ranks.rank == 0
+    expected = reference(x)
     hooked_class = type("Hooked", (Hooked,), {"hook": staticmethod(HOOKS[name])})
-    raises = pytest.raises(LookupError, match="mine") if has_hook and name == "raises" else contextlib.nullcontext()
+    raises = (
+        pytest.raises(LookupError, match="from the hook") if has_hook and name == "raises" else contextlib.nullcontext()
+    )
     with raises:
         y = layer(as_class(x, hooked_class if has_hook else Tensor))
         assert torch.equal(plain(y), HOOKS[name](lambda: expected) if has_hook else expected)
         assert type(y) is (hooked_class if has_hook and name != "skips" else Tensor)
-    torch.testing.assert_close(layer.state_dict(), without_hook.state_dict(), rtol=0, atol=0)
-    assert torch.equal(layer(x), without_hook(x))  # a collective more or less on one rank would fail here
+    torch.testing.assert_close(layer.state_dict(), reference.state_dict(), rtol=0, atol=0)
+    assert torch.equal(layer(x), reference(x))  # fails if a rank has issued another number of collectives
