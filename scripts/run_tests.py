@@ -92,7 +92,8 @@ def make_parts(which: str, arguments: list[str]) -> list[Part]:
         parts.append(Part(f"{count} ranks", on_ranks(count), "tests/distributed", *others, **environment))
     if not quick:
         programs = [Part(p, PYTEST, *map(test_file, n.split()), *arguments) for p, n in STARTS_PROGRAMS.items()]
-        programs.append(Part("interpreted", PYTEST, test_file("kernels"), "-m", "triton", *arguments, **interpreted))
+        files = test_file("kernels"), test_file("triton")
+        programs.append(Part("interpreted", PYTEST, *files, "-m", "triton", *arguments, **interpreted))
         status = "tests/distributed/test_status.py"
         parts.insert(2, Part("2 ranks, interpreted", on_ranks(2), status, *arguments, **interpreted))
         parts = programs + parts
