@@ -32,7 +32,7 @@ AREAS = {"kernels": "kernels", "ranks": "ranks", "convert": "conversion", "uncon
 TOOLS = "__init__", "__main__", "testing"  # top-level files that are not mutated
 NEAREST = {  # area -> its tests
     "step": "step kernel_cache layer backward errors",
-    "kernels": "kernels triton operators select",
+    "kernels": "kernels triton select",
     "conversion": "convert unconverted",
 }
 PAIRS = ("== !=", "< <=", "> >=", "+ -", "* /", "and or", "&& ||", "+= -=")

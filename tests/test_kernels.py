@@ -33,7 +33,7 @@ from kernel_calls import (
 )
 from oracle import HARD_INPUTS, full_batch, hard_case, relative_error
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity
 
 from syncbn import payload
 from syncbn.kernels import cpu, reference
@@ -280,30 +280,16 @@ def test_other_instruction_sets_pass_the_tests_of_this_file(capability: str) -> 
     run(sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "cpu", ATEN_CPU_CAPABILITY=capability)
 
 
-class LargestTensor(TorchDispatchMode):
-    """`num_bytes` is the size of the largest result of an operator."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.num_bytes = max(self.num_bytes, result.nbytes)
-        return result
-
-
-@pytest.mark.parametrize("x", [
-    torch.zeros(40, 8, 64, 64),  # chunks of several samples
-    torch.zeros(1, 8, 512, 320),  # chunks of a sample
-    torch.zeros(163840, 8),  # chunks of rows
-    torch.zeros(1, 8, 512, 320).contiguous(memory_format=torch.channels_last),
-], ids=lambda x: str(x.shape))  # fmt: skip
+@pytest.mark.parametrize("shape", [(40, 8, 64, 64), (1, 8, 512, 320), (163840, 8)])  # chunks of samples, columns, rows
 @pytest.mark.parametrize(("is_differentiated", "times"), [(False, 1), (True, 2)])  # 1: the outputs
-def test_the_reference_needs_memory_for_a_chunk_only(x: Tensor, is_differentiated: bool, times: int) -> None:
+def test_the_reference_needs_memory_for_a_chunk_only(
+    shape: tuple[int, ...], is_differentiated: bool, times: int
+) -> None:
     """Operations that are differentiated make float64 copies of the whole tensor."""
-    with LargestTensor() as largest, torch.set_grad_enabled(is_differentiated):
+    x, profile = torch.zeros(shape), torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with profile, torch.set_grad_enabled(is_differentiated):
         forward_backward(reference, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
-    assert largest.num_bytes == times * x.nbytes
+    assert max(event.self_cpu_memory_usage for event in profile.events()) == times * x.nbytes
 
 
 # Per-channel values: sums in, statistics out. The input of this rank is empty.
