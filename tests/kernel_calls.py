@@ -27,8 +27,8 @@ def is_triton(kernels: ModuleType) -> bool:
 
 
 def is_interpreted(kernels: ModuleType) -> bool:
-    """Return whether Triton's interpreter runs the kernels. It truncates where GPUs round: wide numbers that become
-    narrower, and subnormals."""
+    """Return whether Triton's interpreter runs the kernels. It truncates where GPUs round to a narrower dtype or to a
+    subnormal value."""
     return is_triton(kernels) and torch.get_default_device().type == "cpu"
 
 

@@ -4,7 +4,6 @@ DIFFERENCES is the table of which calls take the fast path. There, the second ca
 """
 
 import contextlib
-import copy
 import gc
 import itertools
 import warnings
@@ -15,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equal_to_torch import Layer, as_torch, close, escaped, forget_kernels, with_gaps
+from equal_to_torch import close, escaped, forget_kernels, with_gaps
 from oracle import full_batch
-from tensor_subclasses import Image, as_class, plain
+from tensor_subclasses import plain
 from torch import Tensor, nn
 from torch.utils._debug_mode import DebugMode
 
@@ -77,9 +76,8 @@ def check_step(given: dict[str, Any]) -> Tensor:
     options = {"eps": float(given["eps"]), "momentum": momentum, "channel_dim": given["channel_dim"]}
     tensors = [wide[name] for name in ("weight", "bias", "z")]
     expected = full_batch(wide["input"], dy, *tensors, relu=bool(given["relu"]), **options)
-    by_name = {"input": expected.grad_input, "weight": expected.grad_weight, "bias": expected.grad_bias}
-    by_name["z"] = expected.grad_z
-    for actual, wanted in [(y, expected.output), *zip(gradients, map(by_name.get, names), strict=True)]:
+    expected_gradients = [getattr(expected, f"grad_{name}") for name in names]
+    for actual, wanted in [(y, expected.output), *zip(gradients, expected_gradients, strict=True)]:
         rounding = 16 * torch.finfo(actual.dtype).eps
         close(actual.double(), wanted, rounding, rounding)
     # The oracle begins with a running_mean of 0 and a running_var of 1.
@@ -140,7 +138,7 @@ def path_of(name: str, kind: str) -> str:
 
 CHECK_2D = nn.BatchNorm2d._check_input_dim
 
-# How a call differs from BASE: its arguments, and which path it takes or what it raises.
+# Arguments that differ from BASE, and the path of the call or its error.
 DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "nothing": ({}, FAST),
     "shape of x": ({"input": torch.randn(4, 3, 3, 3), "z": torch.randn(4, 3, 3, 3)}, FAST),
@@ -224,7 +222,7 @@ def test_a_call_that_differs_from_cached_calls_in_one_way_is_right_or_refused(na
         check_step(arguments(**others))
         assert outcome == DISPATCHED or num_selections() == num_before
     else:
-        train(arguments())  # without gradients, too
+        train(arguments())  # A forward without gradients caches other kernels.
         for _ in range(2):  # Cached kernels would let the second call pass.
             with pytest.raises(outcome, match=r"^(?!unhashable)"):  # Python's error would be raised on this rank alone.
                 train(arguments(**others))
@@ -257,28 +255,13 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
 }
 
 
-@pytest.mark.parametrize("subclass", [Tensor, Image])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_layer_returns_what_torch_returns_in_each_mode(mode: str, subclass: type[Tensor]) -> None:
-    x = as_class(torch.randn(2, 4, 3, 5, 2), subclass).requires_grad_()
-
-    def run(layer: Layer) -> tuple[object, ...]:
-        with MODES[mode]():
-            layer = copy.deepcopy(layer)  # In inference mode the copied tensors have no version.
-            for batch in x:
-                y = layer(batch)
-        return y, y.requires_grad, *layer.buffers()
-
-    as_torch(run)
-
-
 BUFFERS = "running_mean", "running_var", "counter"
 INFERENCE_TENSORS = {"none": (), "input": ("input",), "buffers": BUFFERS, "all": (*BASE,)[:7]}
 STATES = [*itertools.product(MODES, INFERENCE_TENSORS)]
 
 
 def train_in(mode: str, inference: str) -> tuple[str, list[Tensor]]:
-    """Return the error, or "", and the buffers after it; without an error the output and the gradients, too."""
+    """Return the error, or ""; and the output and gradients, unless there is an error, and the buffers."""
     given, error, results = arguments(), "", list[Tensor]()
     with torch.inference_mode():
         given |= {name: given[name].clone() for name in INFERENCE_TENSORS[inference]}
@@ -304,6 +287,10 @@ def test_a_call_does_not_depend_on_the_mode_in_which_kernels_were_cached(
     assert ("was made in torch.inference_mode()" in error) == bool(error) == (refuses_buffers or refuses_input)
     if error:
         torch.testing.assert_close(expected, [BASE[name] for name in BUFFERS])
+    else:
+        has_gradients = mode not in ("no gradients", "inference")
+        _, (y, *rest) = train_in("no mode", "none")
+        torch.testing.assert_close(expected, [y, *(rest if has_gradients else rest[2:])])
     for state in STATES:
         forget_kernels(monkeypatch)
         train_in(*state)
@@ -326,23 +313,16 @@ def test_caches_keep_no_tensor_layer_or_class_alive() -> None:
     assert {reference() for reference in references} == {None}
 
 
-def test_caches_are_bounded_and_calls_that_left_the_cache_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_are_bounded() -> None:
     """Batches of ever new shapes would fill the memory."""
-    monkeypatch.setattr(kernel_cache, "MAX_KEYS", 3)
-    layer, expected, num_keys = syncbn.SyncBatchNorm1d(3), nn.BatchNorm1d(3), []
-    for length in (2, 3, 4, 5, 2):
-        x = torch.randn(4, 3, length, requires_grad=True)
-        y = layer(x)
-        torch.testing.assert_close(y, expected(x))
-        assert took_fast_path(y)
-        num_keys.append(len(kernel_cache.forward_cache.entries))
-    assert num_keys == [1, 2, 3, 1, 2]
-    x = torch.randn(4, 3, 2)
-    for requires_grad in itertools.product((True, False), repeat=3):
-        for tensor, value in zip((x, layer.weight, layer.bias), requires_grad, strict=True):
-            tensor.requires_grad_(value)
-        layer(x)
-    assert max(map(len, kernel_cache.forward_cache.entries.values())) == kernel_cache.MAX_ENTRIES_PER_KEY
+    cache, x = kernel_cache.Cache(lambda *_: "kernels"), torch.ones(3, 3)
+    for key in range(kernel_cache.MAX_KEYS):
+        cache.get(key, (x,))
+    assert len(cache.entries) == kernel_cache.MAX_KEYS
+    for dtype, transposed, requires_grad in itertools.product((torch.half, torch.float, torch.double), *[(0, 1)] * 2):
+        tensor = (x.t() if transposed else x).to(dtype).detach().requires_grad_(bool(requires_grad))
+        assert cache.get("one more", (tensor,)) == "kernels"
+    assert [*map(len, cache.entries.values())] == [kernel_cache.MAX_ENTRIES_PER_KEY]
 
 
 @pytest.mark.skipif("cpu: C++" not in available(), reason=available())

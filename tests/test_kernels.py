@@ -141,7 +141,7 @@ def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: Modul
 def test_masks_from_x_and_from_y_are_equal_bit_by_bit(
     kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, scale: float
 ) -> None:
-    """Outputs that are exactly 0 and a NaN are masked alike, too. Without a residual a relu has its mask from x."""
+    """Outputs include exact zeros and a NaN. Without a residual a relu has its mask from x."""
     (dy, x), channels = draw(2, sizes, dtype), sizes[1]
     x = (4 * x).round() / 4
     x[0, 0, 0] = float("nan")
@@ -149,8 +149,8 @@ def test_masks_from_x_and_from_y_are_equal_bit_by_bit(
     total = sums_for(torch.zeros(channels, dtype=torch.float64), torch.ones(channels, dtype=torch.float64))
     _, y, statistics = forward(kernels, x, total, 0.0, weight=weight, bias=bias, relu=True)
     from_x = backward(kernels, dy, (x, weight, statistics, None), total[:-1], relu=True)
-    without_shift = statistics[: 3 * channels + 4].clone()
-    from_y = backward(kernels, dy, (x, weight, without_shift, y), total[:-1], relu=True)
+    statistics_for_y = statistics[: 3 * channels + 4].clone()
+    from_y = backward(kernels, dy, (x, weight, statistics_for_y, y), total[:-1], relu=True)
     torch.testing.assert_close(from_x, from_y, rtol=0, atol=0, equal_nan=True)
 
 
@@ -366,7 +366,7 @@ def test_a_total_that_is_not_finite_is_reported_if_ranks_have_signed_it(kernels:
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("sizes", [(4, 3, 5), (70, 3, 37)], ids=str)  # on a GPU one part, and two
+@pytest.mark.parametrize("sizes", [(4, 3, 5), (70, 3, 37)], ids=str)  # On GPUs the sums have one part, and two.
 def test_every_back_end_signs_payloads_like_payload_sign(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
     """A forward signs with its count, a backward with the id of the call. On CPUs the signature contains the id."""
     dy, x = draw(2, sizes, torch.float32)

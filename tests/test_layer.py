@@ -39,7 +39,7 @@ def test_training_and_evaluation_equal_torch(options: dict[str, object]) -> None
         x = torch.randn(4, 3, 5, 5)
         torch.testing.assert_close(layer(x), expected(x))
     torch.testing.assert_close(dict(layer.named_buffers()), dict(expected.named_buffers()))
-    expected.load_state_dict(layer.state_dict(), strict=False)  # without a bias
+    expected.load_state_dict(layer.state_dict(), strict=False)  # The layer may have no bias.
     assert torch.equal(layer.eval()(x), expected.eval()(x))
 
 
@@ -195,7 +195,7 @@ def test_an_input_that_changes_in_place_before_backward_is_an_error() -> None:
 
 @pytest.mark.parametrize("evaluates_first", [False, True])
 def test_the_backward_of_an_evaluation_after_a_later_training_call_is_an_error(evaluates_first: bool) -> None:
-    """It needs the running statistics as they were. nn.BatchNorm computes a wrong gradient
+    """The backward needs the running statistics as they were. nn.BatchNorm computes a wrong gradient
     (docs/when_ranks_disagree.md)."""
     layer, x = syncbn.SyncBatchNorm1d(3), torch.arange(12.0).view(4, 3).requires_grad_()
     if not evaluates_first:
@@ -244,7 +244,7 @@ for called in (layer, layer, replica, replica):
 
 
 def test_a_layer_that_cannot_synchronise_warns_once() -> None:
-    """Because torchrun started the process, but there is no process group; or in nn.DataParallel, which makes no
+    """torchrun started the process, but no process group exists; or the layer runs in nn.DataParallel, which makes no
     replica without GPUs."""
     output = run_text(WITHOUT_RANKS, WORLD_SIZE="4")
     replica, launched = [line for line in output.splitlines() if "UserWarning: " in line]

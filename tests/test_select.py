@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ needs_cpp = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
 
 @needs_cpp
 def test_syncbn_kernels_forces_torch_operations(syncbn_kernels: str) -> None:
-    """An empty value is no value. Unknown values: distributed/test_arguments.py."""
+    """An empty value has no effect. Unknown values: distributed/test_arguments.py."""
     expected = "cpu: torch operations (SYNCBN_KERNELS=reference)" if syncbn_kernels else "cpu: C++"
     assert select.available().startswith(expected)
 
@@ -87,10 +87,10 @@ def test_each_gpu_is_tried_once_and_outside_of_graphs(errors: list[Exception | N
     """An error of the try is the reason why this GPU has no kernels. OSError causes a second try."""
     reason, device = functools.partial(select._reason_no_triton, torch.device("cuda", 1)), torch.device("cuda", 1)
     replaced = {
-        "_try_triton": mock.Mock(side_effect=errors),
-        "is_capturing": mock.Mock(side_effect=[True, False, False]),
+        "_try_triton": Mock(side_effect=errors),
+        "is_capturing": Mock(side_effect=[True, False, False]),
     }
-    with mock.patch.multiple(select, _triton_reasons={}, **replaced):
+    with patch.multiple(select, _triton_reasons={}, **replaced):
         assert reason(compiling=True) is reason(compiling=False) is None
         assert not replaced["_try_triton"].called
         replaced["is_capturing"].assert_called_with(device)

@@ -7,7 +7,7 @@ test_kernels.py tests their results. Without a GPU: TRITON_INTERPRET=1 pytest -m
 import functools
 import math
 from types import ModuleType
-from unittest import mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -105,7 +105,9 @@ TRAILERS = [  # n, number of signed ranks, sum of signatures, sum of squares
     ((0, 2, 10, 50), NO_FAULT),
 ]
 FAULTS = [(2**40 + 1, *case) for case in TRAILERS]  # the sequence number of a long run
-FAULTS += [(-6, *case) for case in TRAILERS if case[0] in (GOOD, DIFFERING, (1, 2, 10, 50))]  # of a captured graph
+FAULTS += [
+    (-6, *case) for case in TRAILERS if case[0] in (GOOD, DIFFERING, (1, 2, 10, 50))
+]  # Captured graphs have negative numbers.
 FAULTS += [(0, trailer, NO_FAULT) for trailer in (GOOD, DIFFERING)]
 
 
@@ -115,7 +117,7 @@ def test_every_kernel_that_reads_a_total_finds_the_same_fault(
 ) -> None:
     """One value per channel is a fault in forward only. A captured graph stores faults, and no end of an all_reduce."""
     num_values, num_signed, signature, square = trailer
-    ranks_differ = num_signed * square != signature * signature  # as in EagerCall
+    ranks_differ = num_signed * square != signature * signature  # EagerCall compares the same on CPUs.
     assert not sequence_number or ranks_differ == (kind == RANKS_DIFFER)
     kind_in_backward = NO_FAULT if kind == ONE_VALUE else kind
     calls = [
@@ -244,7 +246,7 @@ def test_a_program_that_processes_many_tiles_computes_the_same(
     kernels process the tiles in reverse order."""
     dy, x = draw(2, sizes, torch.float32)
     expected = forward_backward(kernels, dy, x, relu=True)
-    with mock.patch.multiple(kernels, MAX_PARTS=1, ELEMENTWISE_PROGRAMS=1):
+    with patch.multiple(kernels, MAX_PARTS=1, ELEMENTWISE_PROGRAMS=1):
         assert kernels.Forward(forward_config(x)).num_parts == 1
         actual = forward_backward(kernels, dy, x, relu=True)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-3)  # sums in another order
