@@ -1,7 +1,6 @@
 """Call the kernels of a back end as one of several ranks, and compare the results with float64."""
 
-from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -9,30 +8,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from syncbn import payload
-from syncbn.kernels.interface import BackwardConfig, ForwardConfig, ReluMask
+from syncbn.kernels.interface import BackEnd, BackwardConfig, ForwardConfig, ReluMask
 from syncbn.kernels.layout import Layout
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EPS = 1e-5
+Sizes: TypeAlias = tuple[int, int, int]  # outer, channels, inner
 
 TRITON = pytest.param("triton", marks=pytest.mark.triton)
 only_triton = pytest.mark.parametrize("kernels", [TRITON], indirect=True)
-only_direct = pytest.mark.parametrize("kernels", ["cpu", TRITON], indirect=True)
 only_cpu = pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
-all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def is_triton(kernels: ModuleType) -> bool:
+def is_triton(kernels: BackEnd) -> bool:
     return "gpu" in kernels.__name__
 
 
-def is_interpreted(kernels: ModuleType) -> bool:
+def is_interpreted(kernels: BackEnd) -> bool:
     """Return whether Triton's interpreter runs the kernels. It truncates where GPUs round to a narrower dtype or to a
     subnormal value."""
     return is_triton(kernels) and torch.get_default_device().type == "cpu"
 
 
-def draw(num: int, sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+def draw(num: int, sizes: Sizes, dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
     return list(torch.randn(num, *sizes, dtype=torch.float64).to(dtype))
 
@@ -56,7 +54,7 @@ def pad_trailer(sums: Tensor, num_channels: int) -> Tensor:
 
 
 def forward(
-    kernels: ModuleType, x: Tensor, total: Tensor | None = None, eps: float = EPS, relu: bool = False,
+    kernels: BackEnd, x: Tensor, total: Tensor | None = None, eps: float = EPS, relu: bool = False,
     weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return S, Q and n of this rank; y; and the statistics. `total` is S, Q and n of all ranks, by default this
@@ -70,7 +68,7 @@ def forward(
 
 
 def backward(
-    kernels: ModuleType, dy: Tensor, saved: Any, total: Tensor | None = None, relu: bool = False, residual: bool = False
+    kernels: BackEnd, dy: Tensor, saved: Any, total: Tensor | None = None, relu: bool = False, residual: bool = False
 ) -> list[Tensor]:
     """Return the sums of this rank; the gradients of weight (float64), bias (bfloat16) and x; and with `residual` that
     of the residual. `saved` is x, weight, statistics and y. `total` is the sums of all ranks, by default this rank's.
@@ -89,7 +87,7 @@ def backward(
     return [payload.sums(sums), grad_weight, grad_bias, grad_x, *([grad_residual] if residual else [])]
 
 
-def forward_backward(kernels: ModuleType, dy: Tensor, x: Tensor, relu: bool = False, **tensors: Tensor) -> list[Tensor]:
+def forward_backward(kernels: BackEnd, dy: Tensor, x: Tensor, relu: bool = False, **tensors: Tensor) -> list[Tensor]:
     """Return the results of `forward` and `backward` for a single rank. A relu after a residual is masked by y."""
     sums, y, statistics = forward(kernels, x, relu=relu, **tensors)
     masks_by_y = relu and "residual" in tensors
@@ -110,7 +108,7 @@ def assert_elements_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=eps, atol=32 * min(eps, torch.finfo(torch.float32).eps))
 
 
-def assert_sums_close(actual: Tensor, terms: tuple[Tensor, Tensor], dtype: torch.dtype, kernels: ModuleType) -> None:
+def assert_sums_close(actual: Tensor, terms: tuple[Tensor, Tensor], dtype: torch.dtype, kernels: BackEnd) -> None:
     """Compare with the packed sums of both terms. Some 16-bit terms, and in Triton float32 terms, are first added in
     float32."""
     assert actual.dtype == torch.float64

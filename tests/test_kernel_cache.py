@@ -277,9 +277,7 @@ def train_in(mode: str, inference: str) -> tuple[str, list[Tensor]]:
 
 
 @pytest.mark.parametrize(("mode", "inference"), STATES)
-def test_a_call_does_not_depend_on_the_mode_in_which_kernels_were_cached(
-    mode: str, inference: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_does_not_depend_on_the_mode_of_cached_calls(mode: str, inference: str, monkeypatch: Any) -> None:
     """Outside of inference mode autograd refuses to update or save an inference tensor, before any buffer changes."""
     error, expected = train_in(mode, inference)
     refuses_buffers = mode != "inference" and inference in ("buffers", "all")

@@ -5,41 +5,23 @@ Kernels get sums of several ranks, and have no ranks themselves. test_triton.py 
 
 import itertools
 import sys
-from types import ModuleType
 from typing import Any
 
+import kernel_calls as calls
 import pytest
 import torch
 from jobs import run
-from kernel_calls import (
-    DTYPES,
-    EPS,
-    TRITON,
-    all_dtypes,
-    assert_elements_close,
-    assert_sums_close,
-    backward,
-    backward_config,
-    draw,
-    draw_per_channel,
-    forward,
-    forward_backward,
-    forward_config,
-    is_interpreted,
-    is_triton,
-    only_cpu,
-    pad_trailer,
-    sums_for,
-)
+from kernel_calls import DTYPES, EPS, TRITON, Sizes, is_triton, only_cpu
 from oracle import HARD_INPUTS, full_batch, hard_case, relative_error
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from syncbn import payload
 from syncbn.kernels import cpu, reference
+from syncbn.kernels.interface import BackEnd
 from syncbn.statistics import from_sums, unpack, update_buffers
 
-# (outer, channels, inner). C++ combines short rows into long ones of at least 64 values. Triton's tiles have 2,048
+# C++ combines short rows into long ones of at least 64 values. Triton's tiles have 2,048
 # values of one channel, or 32 or 64 adjacent channels. A part is what one partial sum adds.
 SIZES = [
     (5, 2, 49),  # C++: a run just longer than the shortest. Triton: rows of one value.
@@ -71,7 +53,7 @@ CPU_SIZES = [
 OPTIONS = ["no options", "residual", "relu", "relu, residual", "relu, residual, grad_residual"]
 
 
-def pairs(kernels: object, all_sizes: list[tuple[int, int, int]]) -> list[Any]:
+def pairs(kernels: object, all_sizes: list[Sizes]) -> list[Any]:
     """Return each pair of sizes and a dtype, with options such that each pair of a dtype and options occurs."""
     marks = [pytest.mark.triton] if kernels == "triton" else []
     return [
@@ -87,12 +69,12 @@ CASES = [case for name in ("reference", "chunks", "operators", "triton") for cas
     ("kernels", "sizes", "dtype", "options"), CASES + pairs("cpu", SIZES + CPU_SIZES), indirect=["kernels"], ids=str
 )
 def test_forward_and_backward_compute_the_formulas(
-    kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, options: str
+    kernels: BackEnd, sizes: Sizes, dtype: torch.dtype, options: str
 ) -> None:
     """Another rank has five values in each channel."""
     relu, residual, needs_residual = (name in options for name in ("relu", "residual", "grad_residual"))
-    (dy, x, z), (outer, channels, inner) = draw(3, sizes, dtype), sizes
-    weight, bias, *total_dy = draw_per_channel(4, channels)
+    (dy, x, z), (outer, channels, inner) = calls.draw(3, sizes, dtype), sizes
+    weight, bias, *total_dy = calls.draw_per_channel(4, channels)
     weight, bias, total_dy = weight.float(), bias.bfloat16(), torch.cat(total_dy)
     wide, other_rank = x.double(), torch.randn(5, channels, dtype=torch.float64)
     n = torch.tensor([outer * inner + 5.0], dtype=torch.float64)
@@ -102,55 +84,55 @@ def test_forward_and_backward_compute_the_formulas(
     xmu = wide - mean
 
     tensors = {"weight": weight, "bias": bias, "residual": z if residual else None}
-    local_sums, y, actual = forward(kernels, x, torch.cat((*sums, n)), relu=relu, **tensors)
-    assert_sums_close(local_sums[:-1], (wide, wide.square()), dtype, kernels)
+    local_sums, y, actual = calls.forward(kernels, x, torch.cat((*sums, n)), relu=relu, **tensors)
+    calls.assert_sums_close(local_sums[:-1], (wide, wide.square()), dtype, kernels)
     assert local_sums[-1] == outer * inner
     torch.testing.assert_close(actual[: len(statistics)], statistics, rtol=1e-12, atol=1e-12)
     expected = xmu * invstd * weight[:, None] + bias[:, None] + (z.double() if residual else 0)
-    assert_elements_close(y, expected.relu() if relu else expected)
+    calls.assert_elements_close(y, expected.relu() if relu else expected)
 
     saved = x, weight, actual, y if relu and residual else None
-    results = backward(kernels, dy, saved, total_dy, relu, needs_residual)
+    results = calls.backward(kernels, dy, saved, total_dy, relu, needs_residual)
     local_sums, grad_weight, grad_bias, grad_x, *grad_residual = results
     wide_dy = dy.double() * (y > 0) if relu else dy.double()
-    assert_sums_close(local_sums, (wide_dy, wide_dy * xmu), dtype, kernels)
+    calls.assert_sums_close(local_sums, (wide_dy, wide_dy * xmu), dtype, kernels)
     torch.testing.assert_close(grad_weight, local_sums[channels:] * invstd.view(-1), rtol=1e-12, atol=0)
-    rounding = 2**-7 if is_interpreted(kernels) else 0
+    rounding = 2**-7 if calls.is_interpreted(kernels) else 0
     torch.testing.assert_close(grad_bias, local_sums[:channels].bfloat16(), rtol=rounding, atol=0)
     assert grad_bias.data_ptr() != local_sums.data_ptr() or not channels
     mean_dy, mean_dy_xmu = (total_dy[:, None] / n).chunk(2)
-    assert_elements_close(grad_x, (wide_dy - mean_dy - xmu * invstd**2 * mean_dy_xmu) * invstd * weight[:, None])
+    calls.assert_elements_close(grad_x, (wide_dy - mean_dy - xmu * invstd**2 * mean_dy_xmu) * invstd * weight[:, None])
     assert all(torch.equal(grad.double(), wide_dy) for grad in grad_residual)
 
 
 # Relus
 
 
-def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: ModuleType) -> None:
+def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: BackEnd) -> None:
     """Like torch's relu: a NaN in dy does not pass where the output is 0, and dy passes where the output is NaN."""
     nan, statistics = float("nan"), torch.tensor([0.0] + [1.0] * 6, dtype=torch.float64)
     dy, y = torch.tensor([nan, 2.0, 3.0]).view(1, 1, 3), torch.tensor([0.0, nan, 1.0]).view(1, 1, 3)
-    assert backward(kernels, dy, (torch.zeros_like(dy), None, statistics, y), relu=True)[0][0] == 5.0
-    _, out, _ = forward(kernels, y - 1, torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64), 0.0, relu=True)
+    assert calls.backward(kernels, dy, (torch.zeros_like(dy), None, statistics, y), relu=True)[0][0] == 5.0
+    _, out, _ = calls.forward(kernels, y - 1, torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64), 0.0, relu=True)
     torch.testing.assert_close(out.flatten(), torch.tensor([0.0, nan, 0.0]), equal_nan=True)
 
 
 # float16 rounds outputs near 0 to 0 if the weights are tiny.
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float16, 1e-7), *((dtype, 1.0) for dtype in DTYPES)], ids=str)
 @pytest.mark.parametrize("sizes", [(5, 2, 49), (9, 70, 1)], ids=str)
-def test_masks_from_x_and_from_y_are_equal_bit_by_bit(
-    kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, scale: float
+def test_relu_masks_from_x_and_from_y_are_equal(
+    kernels: BackEnd, sizes: Sizes, dtype: torch.dtype, scale: float
 ) -> None:
-    """Outputs include exact zeros and a NaN. Without a residual a relu has its mask from x."""
-    (dy, x), channels = draw(2, sizes, dtype), sizes[1]
+    """All bits are equal, also where outputs are exactly 0 or NaN. Without a residual the mask is computed from x."""
+    (dy, x), channels = calls.draw(2, sizes, dtype), sizes[1]
     x = (4 * x).round() / 4
     x[0, 0, 0] = float("nan")
-    weight, bias = (scale * (4 * torch.stack(draw_per_channel(2, channels))).round() / 4).float()
-    total = sums_for(torch.zeros(channels, dtype=torch.float64), torch.ones(channels, dtype=torch.float64))
-    _, y, statistics = forward(kernels, x, total, 0.0, weight=weight, bias=bias, relu=True)
-    from_x = backward(kernels, dy, (x, weight, statistics, None), total[:-1], relu=True)
+    weight, bias = (scale * (4 * torch.stack(calls.draw_per_channel(2, channels))).round() / 4).float()
+    total = calls.sums_for(torch.zeros(channels, dtype=torch.float64), torch.ones(channels, dtype=torch.float64))
+    _, y, statistics = calls.forward(kernels, x, total, 0.0, weight=weight, bias=bias, relu=True)
+    from_x = calls.backward(kernels, dy, (x, weight, statistics, None), total[:-1], relu=True)
     statistics_for_y = statistics[: 3 * channels + 4].clone()
-    from_y = backward(kernels, dy, (x, weight, statistics_for_y, y), total[:-1], relu=True)
+    from_y = calls.backward(kernels, dy, (x, weight, statistics_for_y, y), total[:-1], relu=True)
     torch.testing.assert_close(from_x, from_y, rtol=0, atol=0, equal_nan=True)
 
 
@@ -158,26 +140,24 @@ def test_masks_from_x_and_from_y_are_equal_bit_by_bit(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_16_bit_value_is_read_and_rounded_like_in_torch(kernels: ModuleType, dtype: torch.dtype) -> None:
+def test_every_16_bit_value_is_read_and_rounded_like_in_torch(kernels: BackEnd, dtype: torch.dtype) -> None:
     """Infinities and subnormal values included. The factors round, underflow and overflow."""
-    if dtype == torch.bfloat16 and is_interpreted(kernels):
+    if dtype == torch.bfloat16 and calls.is_interpreted(kernels):
         pytest.skip("the interpreter does not round")
     values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).expand(1, 4, -1).contiguous()
     factors = torch.tensor([1.0, 1.2345, 3e-5, 40.0])
     total = torch.tensor([0.0] * 4 + [1.0] * 5, dtype=torch.float64)
-    _, y, _ = forward(kernels, values, total, 0.0, weight=factors)
+    _, y, _ = calls.forward(kernels, values, total, 0.0, weight=factors)
     torch.testing.assert_close(y, (values.float() * factors[:, None]).to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("sizes", [(4, 1, 2000), (100, 80, 1)], ids=str)
 @pytest.mark.parametrize(("dtype", "large"), [(torch.float16, 2046), (torch.bfloat16, 254)], ids=str)
-def test_sums_of_16_bit_squares_are_exact(
-    kernels: ModuleType, dtype: torch.dtype, large: int, sizes: tuple[int, int, int]
-) -> None:
+def test_sums_of_16_bit_squares_are_exact(kernels: BackEnd, dtype: torch.dtype, large: int, sizes: Sizes) -> None:
     """With a mean of many standard deviations, the variance is a small difference of large squares."""
     torch.manual_seed(0)
     x = torch.randint(large, large + 2, sizes).to(dtype)
-    sums = forward(kernels, x)[0]
+    sums = calls.forward(kernels, x)[0]
     if not is_triton(kernels):
         assert torch.equal(sums[sizes[1] : -1], x.double().square().sum((0, 2)))
     var = from_sums(sums, EPS)[sizes[1] : 2 * sizes[1]]
@@ -186,19 +166,19 @@ def test_sums_of_16_bit_squares_are_exact(
 
 
 @pytest.mark.parametrize("case", HARD_INPUTS)
-def test_float32_errors_are_a_few_roundings_of_the_largest_result(kernels: ModuleType, case: str) -> None:
+def test_float32_errors_are_a_few_roundings_of_the_largest_result(kernels: BackEnd, case: str) -> None:
     """HARD_INPUTS are those for which formulas of batch norm lose digits."""
     x, dy, weight, bias = given = hard_case(case, torch.float32)
     expected = full_batch(*given)
     x, dy, weight, bias = (tensor.to(torch.get_default_device()) for tensor in given)
-    _, y, _, _, grad_weight, _, grad_x = forward_backward(kernels, dy, x, weight=weight, bias=bias)
+    _, y, _, _, grad_weight, _, grad_x = calls.forward_backward(kernels, dy, x, weight=weight, bias=bias)
     for name, actual in {"output": y, "grad_weight": grad_weight, "grad_input": grad_x}.items():
         assert relative_error(actual.cpu(), getattr(expected, name)) < 1e-6, name
 
 
 @pytest.mark.parametrize("kernels", ["cpu", TRITON], indirect=True)
 @pytest.mark.parametrize("sizes", [(2**16 + 1, 2, 2**14), (2**28 + 1, 8, 1)], ids=str)
-def test_more_than_2_31_values(kernels: ModuleType, pytestconfig: pytest.Config, sizes: tuple[int, int, int]) -> None:
+def test_more_than_2_31_values(kernels: BackEnd, pytestconfig: pytest.Config, sizes: Sizes) -> None:
     """The last values count, and get their results."""
     if not pytestconfig.getoption("--large"):
         pytest.skip("takes 13 GB; --large")
@@ -207,10 +187,10 @@ def test_more_than_2_31_values(kernels: ModuleType, pytestconfig: pytest.Config,
     x[-1, -1, -1] = 3
     expected = torch.zeros(2 * sizes[1] + 1, dtype=torch.float64)
     expected[sizes[1] - 1], expected[2 * sizes[1] - 1], expected[-1] = 3, 9, x.numel() // sizes[1]
-    sums, y, statistics = forward(kernels, x, eps=1.0)
+    sums, y, statistics = calls.forward(kernels, x, eps=1.0)
     torch.testing.assert_close(sums, expected)
     assert (y[-1, -1, -1], y[-1, 0, -1], y[0, 0, 0]) == (3, 0, 0)
-    sums, _, _, grad_x = backward(kernels, y, (x, None, statistics, None))
+    sums, _, _, grad_x = calls.backward(kernels, y, (x, None, statistics, None))
     torch.testing.assert_close(sums, expected[:-1], rtol=1e-4, atol=1e-4)
     assert [float(grad_x[-1, -1, -1]), float(grad_x[0, 0, 0])] == pytest.approx([3, 0], abs=1e-2)
 
@@ -219,9 +199,9 @@ def test_more_than_2_31_values(kernels: ModuleType, pytestconfig: pytest.Config,
 
 
 @only_cpu
-@all_dtypes
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(3, 2, 67), (35, 13, 1)], ids=str)
-def test_tensors_may_begin_at_any_address(kernels: ModuleType, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+def test_tensors_may_begin_at_any_address(kernels: BackEnd, dtype: torch.dtype, sizes: Sizes) -> None:
     """Tensors that are mapped from a file may begin one byte after a multiple of the element size. (Only
     scripts/sanitize.sh notices accesses that the processor allows and C++ does not.)"""
 
@@ -229,11 +209,11 @@ def test_tensors_may_begin_at_any_address(kernels: ModuleType, dtype: torch.dtyp
         buffer = bytearray(1 + x.numel() * x.itemsize)
         return torch.frombuffer(buffer, dtype=x.dtype, offset=1).view(x.shape).copy_(x)
 
-    aligned, results = [*draw(3, sizes, dtype), *draw_per_channel(4, sizes[1])], []
+    aligned, results = [*calls.draw(3, sizes, dtype), *calls.draw_per_channel(4, sizes[1])], []
     unaligned = [*map(shifted, aligned)]
     assert all(tensor.data_ptr() % tensor.itemsize for tensor in unaligned)
     for x, dy, z, weight, bias, running_mean, running_var in (aligned, unaligned):
-        outputs = forward_backward(kernels, dy, x, relu=True, weight=weight, bias=bias, residual=z)
+        outputs = calls.forward_backward(kernels, dy, x, relu=True, weight=weight, bias=bias, residual=z)
         update(kernels, outputs[0], running_mean, running_var, momentum=0.1)
         results.append((*outputs, running_mean, running_var))
     assert all(map(torch.equal, *results))
@@ -241,36 +221,33 @@ def test_tensors_may_begin_at_any_address(kernels: ModuleType, dtype: torch.dtyp
 
 @pytest.mark.parametrize("kernels", ["cpu", TRITON], indirect=True)
 @pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000), (40, 5000, 1)], ids=str)
-def test_results_depend_neither_on_the_run_nor_on_the_number_of_threads(
-    kernels: ModuleType, sizes: tuple[int, int, int]
-) -> None:
-    if is_interpreted(kernels):
+def test_results_do_not_depend_on_the_number_of_threads(kernels: BackEnd, sizes: Sizes) -> None:
+    if calls.is_interpreted(kernels):
         pytest.skip("the interpreter runs one program after another")
-    dy, x = draw(2, sizes, torch.float32)
+    dy, x = calls.draw(2, sizes, torch.float32)
     results = []
     for num_threads in (1, 1) if is_triton(kernels) else (1, 2, 3):
         torch.set_num_threads(num_threads)
-        results.append(forward_backward(kernels, dy, x))
+        results.append(calls.forward_backward(kernels, dy, x))
     for other in results[1:]:
         assert all(map(torch.equal, other, results[0]))
 
 
 @only_cpu
 @pytest.mark.parametrize("sizes", [(3, 5, 300000), (70001, 64, 1), (70001, 68, 1), (2, 3, 750001), (2103, 2064, 1)])
-def test_outputs_that_bypass_the_caches_have_the_bits_of_small_outputs(
-    kernels: ModuleType, sizes: tuple[int, int, int]
-) -> None:
+def test_outputs_that_bypass_the_caches_have_the_same_bits(kernels: BackEnd, sizes: Sizes) -> None:
     """Outputs bypass the caches from 16 MB on if rows or runs are whole vectors."""
     x, z, dy = (torch.randn(1 + sizes[0] * sizes[1] * sizes[2])[1:].view(sizes) for _ in range(3))
     weight = torch.randn(sizes[1])
-    sums, y, statistics, sums_dy, _, _, *grads = forward_backward(kernels, dy, x, relu=True, weight=weight, residual=z)
+    results = calls.forward_backward(kernels, dy, x, relu=True, weight=weight, residual=z)
+    sums, y, statistics, sums_dy, _, _, *grads = results
     for start in range(0, sizes[0], max(1, sizes[0] // 3)):
         part = slice(start, start + max(1, sizes[0] // 7))
         assert x[part].nbytes < 16 << 20 <= x.nbytes
-        _, expected, _ = forward(kernels, x[part], sums, relu=True, weight=weight, residual=z[part])
+        _, expected, _ = calls.forward(kernels, x[part], sums, relu=True, weight=weight, residual=z[part])
         assert torch.equal(y[part], expected)
         saved = x[part], weight, statistics, y[part]
-        _, _, _, *expected = backward(kernels, dy[part], saved, sums_dy, relu=True, residual=True)
+        _, _, _, *expected = calls.backward(kernels, dy[part], saved, sums_dy, relu=True, residual=True)
         assert all(torch.equal(grad[part], grad_of_part) for grad, grad_of_part in zip(grads, expected, strict=True))
 
 
@@ -281,25 +258,23 @@ def test_other_instruction_sets_pass_the_tests_of_this_file(capability: str) -> 
 
 
 @pytest.mark.parametrize("shape", [(40, 8, 64, 64), (1, 8, 512, 320), (163840, 8)])  # chunks of samples, columns, rows
-@pytest.mark.parametrize(("is_differentiated", "times"), [(False, 1), (True, 2)])  # 1: the outputs
-def test_the_reference_needs_memory_for_a_chunk_only(
-    shape: tuple[int, ...], is_differentiated: bool, times: int
-) -> None:
+@pytest.mark.parametrize(("with_grad", "times"), [(False, 1), (True, 2)])  # 1: the outputs
+def test_the_reference_needs_memory_for_a_chunk_only(shape: tuple[int, ...], with_grad: bool, times: int) -> None:
     """Operations that are differentiated make float64 copies of the whole tensor."""
     x, profile = torch.zeros(shape), torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with profile, torch.set_grad_enabled(is_differentiated):
-        forward_backward(reference, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
+    with profile, torch.set_grad_enabled(with_grad):
+        calls.forward_backward(reference, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
     assert max(event.self_cpu_memory_usage for event in profile.events()) == times * x.nbytes
 
 
 # Per-channel values: sums in, statistics out. The input of this rank is empty.
 
 
-def test_no_values_give_no_nan_and_the_clamp_of_the_variance_keeps_nan(kernels: ModuleType) -> None:
+def test_no_values_give_no_nan_and_the_clamp_of_the_variance_keeps_nan(kernels: BackEnd) -> None:
     """A sum S^2 > n * Q is a rounding error."""
 
     def statistics(sums: list[float]) -> Tensor:
-        return forward(kernels, torch.empty(0, len(sums) // 2, 1), torch.tensor(sums, dtype=torch.float64))[2]
+        return calls.forward(kernels, torch.empty(0, len(sums) // 2, 1), torch.tensor(sums, dtype=torch.float64))[2]
 
     mean, var, invstd, num_values = unpack(statistics([0.0] * 7), 3)
     assert not any(part.any() for part in (mean, var, num_values))
@@ -309,13 +284,13 @@ def test_no_values_give_no_nan_and_the_clamp_of_the_variance_keeps_nan(kernels: 
     assert var[1].isnan()
 
 
-def update(kernels: ModuleType, sums: Tensor, mean: Tensor, var: Tensor, *counters: Tensor, momentum: Any) -> None:
+def update(kernels: BackEnd, sums: Tensor, mean: Tensor, var: Tensor, *counters: Tensor, momentum: Any) -> None:
     """Update the running statistics, and the counter if one is given, by a batch with these sums."""
     x = torch.empty(0, len(sums) // 2, 1)
-    config = forward_config(
+    config = calls.forward_config(
         x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None
     )
-    buffers, total = (mean, var, *counters, None)[:3], pad_trailer(sums, x.shape[1])
+    buffers, total = (mean, var, *counters, None)[:3], calls.pad_trailer(sums, x.shape[1])
     kernels.Forward(config).forward_outputs((x, None, None, None), total, buffers, momentum)
 
 
@@ -330,19 +305,19 @@ UPDATES = [*WIDE_UPDATES, (torch.float32, 0.1), (torch.float16, None), (torch.fl
     indirect=["kernels"],
     ids=str,
 )
-def test_running_statistics_have_the_bits_of_torch_operations(
-    kernels: ModuleType, dtype: torch.dtype, momentum: float | None
+def test_running_statistics_have_the_bits_of_torch(
+    kernels: BackEnd, dtype: torch.dtype, momentum: float | None
 ) -> None:
     """Ranks may use different kernels. n = 1 leaves the variance unchanged, n = 0 also the mean. Autograd sees that the
     buffers have changed."""
     num_channels = 70 if is_triton(kernels) else 2100  # C++ processes 2,048 channels at once.
-    mean, invstd, *values = draw_per_channel(4, num_channels)
+    mean, invstd, *values = calls.draw_per_channel(4, num_channels)
     counter, buffers, expected = torch.tensor(2), *([value.to(dtype, copy=True) for value in values] for _ in range(2))
     for n in (3.0, 1e6, 1.0, 0.0):
-        before, sums = [buffer.clone() for buffer in buffers], sums_for(mean, 1 + invstd.abs(), n)
+        before, sums = [buffer.clone() for buffer in buffers], calls.sums_for(mean, 1 + invstd.abs(), n)
         update(kernels, sums, *buffers, counter, momentum=momentum)
         update_buffers(*expected, None, from_sums(sums, EPS), 1 / counter.double() if momentum is None else momentum)
-        rounding = 1e-6 if is_interpreted(kernels) else 0  # The interpreter passes the momentum in float32.
+        rounding = 1e-6 if calls.is_interpreted(kernels) else 0  # The interpreter passes the momentum in float32.
         torch.testing.assert_close(buffers, expected, rtol=rounding, atol=rounding)
         assert n > 0 or torch.equal(buffers[0], before[0])
         assert n > 1 or torch.equal(buffers[1], before[1])
@@ -352,13 +327,13 @@ def test_running_statistics_have_the_bits_of_torch_operations(
 
 @only_cpu
 @pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
-def test_a_total_that_is_not_finite_is_reported_if_ranks_have_signed_it(kernels: ModuleType, value: float) -> None:
+def test_a_total_that_is_not_finite_is_reported_if_ranks_have_signed_it(kernels: BackEnd, value: float) -> None:
     """The results do not depend on the signature."""
     results = []
     for trailer in ((4.0, 2.0, 5.0, 13.0), (4.0, 0.0, 0.0, 0.0)):
         total = torch.tensor([1.0, value, 9.0, 9.0, 4.0, *trailer], dtype=torch.float64)
         x, mean, var, counter = torch.ones(2, 2, 2), torch.zeros(2), torch.ones(2), torch.tensor(0)
-        config = forward_config(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True)
+        config = calls.forward_config(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True)
         arguments = (x, None, None, None), total, (mean, var, counter), 0.1
         y, statistics, is_finite = cpu.Forward(config).forward_outputs(*arguments)
         assert is_finite == (value == 1.0 or trailer[1] == 0)
@@ -367,11 +342,12 @@ def test_a_total_that_is_not_finite_is_reported_if_ranks_have_signed_it(kernels:
 
 
 @pytest.mark.parametrize("sizes", [(4, 3, 5), (70, 3, 37)], ids=str)  # On GPUs the sums have one part, and two.
-def test_every_back_end_signs_payloads_like_payload_sign(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
+def test_every_back_end_signs_payloads_like_payload_sign(kernels: BackEnd, sizes: Sizes) -> None:
     """A forward signs with its count, a backward with the id of the call. On CPUs the signature contains the id."""
-    dy, x = draw(2, sizes, torch.float32)
+    dy, x = calls.draw(2, sizes, torch.float32)
     saved = x, None, torch.ones(13, dtype=torch.float64), None
-    sums, grads = kernels.Forward(forward_config(x)).forward_sums, kernels.Backward(backward_config(x)).backward_sums
+    sums = kernels.Forward(calls.forward_config(x)).forward_sums
+    grads = kernels.Backward(calls.backward_config(x)).backward_sums
     unsigned, count = (sums(x), grads(dy, saved)[0]), 2**40 + 1
     num_values = sizes[0] * sizes[2]
     assert [sent[payload.TRAILER].tolist() for sent in unsigned] == [[num_values, 0, 0, 0, 0], [0, 0, 0, 0, 0]]

@@ -145,9 +145,7 @@ def test_hooks_may_return_saved_tensors_in_another_form(name: str, moved: str) -
 @pytest.mark.parametrize(
     ("fuse_relu", "residual", "times"), [(False, False, 1), (False, True, 1), (True, False, 1), (True, True, 2)]
 )
-def test_saved_are_the_input_once_the_output_of_a_relu_after_a_residual_and_small_vectors(
-    fuse_relu: bool, residual: bool, times: int
-) -> None:
+def test_the_input_is_saved_once_and_the_output_for_a_relu_only(fuse_relu: bool, residual: bool, times: int) -> None:
     x, saved = torch.randn(8, 4, 16, 16, dtype=torch.bfloat16, requires_grad=True), list[int]()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.nbytes), id):
         syncbn.SyncBatchNorm(4, fuse_relu=fuse_relu)(x, torch.randn_like(x) if residual else None)
@@ -158,9 +156,7 @@ def test_saved_are_the_input_once_the_output_of_a_relu_after_a_residual_and_smal
 
 @pytest.mark.parametrize("part", ["forward", "recompute"])
 @pytest.mark.parametrize("watch", [torch.profiler.profile, lambda: FlopCounterMode(display=False)])
-def test_a_profiler_or_mode_may_be_active_in_the_forward_or_the_recompute_alone(
-    watch: Callable[[], Any], part: str
-) -> None:
+def test_a_profiler_or_mode_may_be_active_in_a_forward_or_its_recompute(watch: Callable[[], Any], part: str) -> None:
     """As with nn.BatchNorm. The recompute does not update the running statistics a second time."""
     layer, expected = syncbn.SyncBatchNorm2d(3), nn.BatchNorm2d(3)
     x = torch.randn(4, 3, 5, 5, requires_grad=True)

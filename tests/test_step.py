@@ -279,7 +279,7 @@ FREED_BEFORE_FORWARD = "x", "z", "weight", "bias", "running_mean", "running_var"
     ("offset", "subclass", "is_cached"),
     [(0, Tensor, False), (3, Tensor, False), (0, Image, False), (0, Tensor, True), (3, Tensor, True)],
 )
-def test_a_call_with_freed_storage_raises_sends_nothing_and_changes_nothing(
+def test_freed_storage_is_refused_before_anything_is_sent_or_changed(
     freed: str, offset: int, subclass: type[Tensor], is_cached: bool, replace_all_reduce: Any
 ) -> None:
     """The address of freed storage is 0, which C takes for "no such tensor", or the offset of a view, for example of a

@@ -6,17 +6,16 @@ test_kernels.py tests their results. Without a GPU: TRITON_INTERPRET=1 pytest -m
 
 import functools
 import math
-from types import ModuleType
 from unittest.mock import patch
 
 import pytest
 import torch
-from kernel_calls import backward_config, draw, forward_backward, forward_config, only_triton
+from kernel_calls import Sizes, backward_config, draw, forward_backward, forward_config, only_triton
 from torch import Tensor
 
 from syncbn import payload
 from syncbn.kernels import interface, select
-from syncbn.kernels.interface import BackwardConfig, ForwardConfig, ReluMask, StatusWords
+from syncbn.kernels.interface import BackEnd, BackwardConfig, ForwardConfig, ReluMask, StatusWords
 from syncbn.kernels.layout import Layout
 
 pytestmark = only_triton
@@ -36,7 +35,7 @@ class Batch:
     """A batch of 8 values per channel, its buffers, and status words. The methods run a kernel that reads a total with
     the given trailer; a sequence number of 0 stands for a call without status words."""
 
-    def __init__(self, kernels: ModuleType) -> None:
+    def __init__(self, kernels: BackEnd) -> None:
         self.kernels, self.state = kernels, torch.zeros(1, dtype=torch.int64)
         self.host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=self.state.is_cuda)
         self.x, self.mean, self.var, self.counter = torch.ones(2, C, 4), torch.zeros(C), torch.ones(C), None
@@ -112,8 +111,8 @@ FAULTS += [(0, trailer, NO_FAULT) for trailer in (GOOD, DIFFERING)]
 
 
 @pytest.mark.parametrize(("sequence_number", "trailer", "kind"), FAULTS, ids=str)
-def test_every_kernel_that_reads_a_total_finds_the_same_fault(
-    kernels: ModuleType, sequence_number: int, trailer: tuple[float, ...], kind: int
+def test_kernels_that_read_a_total_find_the_same_fault(
+    kernels: BackEnd, sequence_number: int, trailer: tuple[float, ...], kind: int
 ) -> None:
     """One value per channel is a fault in forward only. A captured graph stores faults, and no end of an all_reduce."""
     num_values, num_signed, signature, square = trailer
@@ -140,7 +139,7 @@ def test_every_kernel_that_reads_a_total_finds_the_same_fault(
 
 
 @pytest.mark.parametrize("averages", [False, True])
-def test_the_first_fault_stays_and_stops_updates_of_buffers_but_no_outputs(kernels: ModuleType, averages: bool) -> None:
+def test_the_first_fault_stays_and_stops_updates_of_buffers_but_no_outputs(kernels: BackEnd, averages: bool) -> None:
     batch = Batch(kernels)
     expected = batch.forward(1, *GOOD, averages=averages)
     assert batch.is_in_buffers()
@@ -156,10 +155,8 @@ def test_the_first_fault_stays_and_stops_updates_of_buffers_but_no_outputs(kerne
 
 
 @pytest.mark.parametrize("counts", [[], [7], [255], [256], [7, 9], [7, 8], [7, 7, 6], [2**40 + 255] * 3, [1023] * 999])
-def test_the_id_of_a_call_is_the_mean_count_of_the_signed_ranks_modulo_256(
-    kernels: ModuleType, counts: list[int]
-) -> None:
-    """The mean is rounded down. If no rank signs, the id is 0."""
+def test_the_id_of_a_call_is_the_mean_count_of_signed_ranks(kernels: BackEnd, counts: list[int]) -> None:
+    """It is rounded down, modulo 256, and 0 if no rank signs."""
     batch, call_id = Batch(kernels), torch.full((1,), NAN, dtype=torch.float64)
     total = payload.from_sums(torch.ones(2 * C, dtype=torch.float64), 20)
     total = functools.reduce(torch.add, [payload.sign(total, 5, count) for count in counts], total)
@@ -175,8 +172,8 @@ def test_the_id_of_a_call_is_the_mean_count_of_the_signed_ranks_modulo_256(
 
 # The square of 1e30 is infinite in float32.
 @pytest.mark.parametrize(("value", "sizes"), [(math.inf, (4, 3, 5)), (NAN, ROWS), (1e30, RUNS), (1e30, ROWS)], ids=str)
-def test_the_first_forward_with_local_sums_that_are_not_finite_is_stored(
-    kernels: ModuleType, sizes: tuple[int, int, int], value: float
+def test_the_first_forward_with_sums_that_are_not_finite_is_stored(
+    kernels: BackEnd, sizes: Sizes, value: float
 ) -> None:
     """LOCAL_NOT_FINITE is the first since the host has cleared the word, and no fault. Backward stores nothing, because
     a GradScaler lets gradients overflow."""
@@ -200,9 +197,7 @@ def test_the_first_forward_with_local_sums_that_are_not_finite_is_stored(
 
 
 @pytest.mark.parametrize(("sizes", "relu"), [((5, 2, 49), True), (RUNS, False), (ROWS, True)], ids=str)
-def test_kernels_for_a_single_rank_return_the_same_bits(
-    kernels: ModuleType, sizes: tuple[int, int, int], relu: bool
-) -> None:
+def test_kernels_for_a_single_rank_return_the_same(kernels: BackEnd, sizes: Sizes, relu: bool) -> None:
     """A copy of the sums may be the total."""
     dy, x = draw(2, sizes, torch.float32)
     weight, bias, results = torch.rand(sizes[1]), torch.rand(sizes[1]), []
@@ -221,14 +216,14 @@ def test_kernels_for_a_single_rank_return_the_same_bits(
     assert all(map(torch.equal, *results))
 
 
-def test_a_gpu_that_computes_right_values_passes_the_try(kernels: ModuleType) -> None:
+def test_a_gpu_that_computes_right_values_passes_the_try(kernels: BackEnd) -> None:
     """test_gpu_launches.py tries kernels that do nothing."""
     select._try_triton(torch.get_default_device())
 
 
 @pytest.mark.parametrize("version", ["6.4", None])
 def test_registers_are_limited_except_on_amd(
-    kernels: ModuleType, version: str | None, monkeypatch: pytest.MonkeyPatch
+    kernels: BackEnd, version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For AMD's GPUs, which torch calls cuda too, `maxnreg` is an unknown option, and a KeyError."""
     monkeypatch.setattr(torch.version, "hip", version)
@@ -239,9 +234,7 @@ def test_registers_are_limited_except_on_amd(
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 20_000), (600, 33, 1)], ids=str)
-def test_a_program_that_processes_many_tiles_computes_the_same(
-    kernels: ModuleType, sizes: tuple[int, int, int]
-) -> None:
+def test_a_program_may_process_many_tiles(kernels: BackEnd, sizes: Sizes) -> None:
     """Large tensors have more tiles than programs. A program then adds several float32 sums in float64, and elementwise
     kernels process the tiles in reverse order."""
     dy, x = draw(2, sizes, torch.float32)
