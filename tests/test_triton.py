@@ -32,13 +32,13 @@ def make_total(sums: list[float], n: float, num_signed: float, signature: float,
 
 
 class Batch:
-    """A batch of 8 values per channel, its buffers, and status words. The methods run a kernel that reads a total with
-    the given trailer; a sequence number of 0 stands for a call without status words."""
+    """A batch of 8 values per channel, its buffers, and status words. `forward`, `backward` and `check` run a kernel
+    that reads a total with the given trailer."""
 
     def __init__(self, kernels: BackEnd) -> None:
         self.kernels, self.state = kernels, torch.zeros(1, dtype=torch.int64)
         self.host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=self.state.is_cuda)
-        self.x, self.mean, self.var, self.counter = torch.ones(2, C, 4), torch.zeros(C), torch.ones(C), None
+        self.x, self.buffers = torch.ones(2, C, 4), (torch.zeros(C), torch.ones(C), torch.tensor(3))
 
     def status_words(self, sequence_number: int) -> StatusWords | None:
         return StatusWords(self.host.data_ptr(), self.state.data_ptr(), sequence_number) if sequence_number else None
@@ -57,28 +57,26 @@ class Batch:
 
     def forward(self, sequence_number: int, *trailer: float, averages: bool = False) -> tuple[Tensor, Tensor]:
         """Return y and the statistics. The buffers are new."""
-        buffers = self.mean, self.var, self.counter = torch.zeros(C), torch.ones(C), torch.tensor(3)
+        self.buffers = torch.zeros(C), torch.ones(C), torch.tensor(3)
         dtypes = {"mean_dtype": torch.float32, "var_dtype": torch.float32, "has_counter": True, "averages": averages}
         kernel, momentum = self.kernels.Forward(forward_config(self.x, **dtypes)), None if averages else 1.0
         inputs, total = (self.x, None, None, None), make_total([1.0] * 2 * C, *trailer)
-        return kernel.forward_outputs(inputs, total, buffers, momentum, self.status_words(sequence_number))[:2]
+        return kernel.forward_outputs(inputs, total, self.buffers, momentum, self.status_words(sequence_number))[:2]
 
-    def is_in_buffers(self) -> bool:
-        """Return whether the last forward has changed the buffers: the running statistics of all channels, and the
-        counter once; or nothing."""
-        assert self.counter in (3, 4)
-        buffers = self.mean, self.var, self.counter
-        has_changed = torch.cat([(buffer != old).view(-1) for buffer, old in zip(buffers, (0, 1, 3), strict=True)])
+    def has_updated_buffers(self) -> bool:
+        """Return whether the last forward has updated the running statistics of all channels, and the counter once.
+        **Raises** AssertionError if it has updated some of them."""
+        assert self.buffers[-1] in (3, 4)
+        has_changed = torch.cat([(new != old).view(-1) for new, old in zip(self.buffers, (0, 1, 3), strict=True)])
         assert has_changed.all() or not has_changed.any()
         return bool(has_changed[-1])
 
     def backward(self, sequence_number: int, *trailer: float, needs_x: bool = True) -> None:
         saved = self.x, None, torch.ones(3 * C + 4, dtype=torch.float64), None
-        kernel, total = (
-            self.kernels.Backward(backward_config(self.x, needs_x=needs_x)),
-            make_total([1.0] * 2 * C, *trailer),
+        total, status_words = make_total([1.0] * 2 * C, *trailer), self.status_words(sequence_number)
+        self.kernels.Backward(backward_config(self.x, needs_x=needs_x)).backward_outputs(
+            self.x, saved, total, status_words
         )
-        kernel.backward_outputs(self.x, saved, total, self.status_words(sequence_number))
 
     def check(self, sequence_number: int, *trailer: float, is_forward: bool) -> float:
         """Return n in the total after `check_total`."""
@@ -103,11 +101,9 @@ TRAILERS = [  # n, number of signed ranks, sum of signatures, sum of squares
     ((2, 2, 10, 50), NO_FAULT),
     ((0, 2, 10, 50), NO_FAULT),
 ]
-FAULTS = [(2**40 + 1, *case) for case in TRAILERS]  # the sequence number of a long run
-FAULTS += [
-    (-6, *case) for case in TRAILERS if case[0] in (GOOD, DIFFERING, (1, 2, 10, 50))
-]  # Captured graphs have negative numbers.
-FAULTS += [(0, trailer, NO_FAULT) for trailer in (GOOD, DIFFERING)]
+FAULTS = [(2**40 + 1, *case) for case in TRAILERS]
+# Captured graphs have negative sequence numbers. 0 stands for a call without status words.
+FAULTS += [(number, *case) for number in (-6, 0) for case in TRAILERS if case[0] in (GOOD, DIFFERING, (1, 2, 10, 50))]
 
 
 @pytest.mark.parametrize(("sequence_number", "trailer", "kind"), FAULTS, ids=str)
@@ -117,7 +113,8 @@ def test_kernels_that_read_a_total_find_the_same_fault(
     """One value per channel is a fault in forward only. A captured graph stores faults, and no end of an all_reduce."""
     num_values, num_signed, signature, square = trailer
     ranks_differ = num_signed * square != signature * signature  # EagerCall compares the same on CPUs.
-    assert not sequence_number or ranks_differ == (kind == RANKS_DIFFER)
+    assert ranks_differ == (kind == RANKS_DIFFER)
+    kind = kind if sequence_number else NO_FAULT
     kind_in_backward = NO_FAULT if kind == ONE_VALUE else kind
     calls = [
         (Batch.forward, kind),
@@ -135,20 +132,20 @@ def test_kernels_that_read_a_total_find_the_same_fault(
         assert batch.read()[interface.ENDED] == max(0, sequence_number)
         assert batch.read()[interface.LOCAL_NOT_FINITE] == 0
         if call is Batch.forward and num_values:
-            assert batch.is_in_buffers() == (fault == NO_FAULT)
+            assert batch.has_updated_buffers() == (fault == NO_FAULT)
 
 
 @pytest.mark.parametrize("averages", [False, True])
 def test_the_first_fault_stays_and_stops_updates_of_buffers_but_no_outputs(kernels: BackEnd, averages: bool) -> None:
     batch = Batch(kernels)
     expected = batch.forward(1, *GOOD, averages=averages)
-    assert batch.is_in_buffers()
+    assert batch.has_updated_buffers()
     batch.backward(2, NAN, 2, 10, 50)
     assert batch.fault() == (2, BAD_ARGUMENT)
     for sequence_number, trailer in ((3, GOOD), (4, DIFFERING), (-2, DIFFERING), (5, GOOD)):
         results = batch.forward(sequence_number, *trailer, averages=averages)
         torch.testing.assert_close(results, expected, rtol=0, atol=0)
-        assert not batch.is_in_buffers()
+        assert not batch.has_updated_buffers()
         assert batch.fault() == (2, BAD_ARGUMENT)
     assert batch.check(6, *GOOD, is_forward=True) == 0
     assert batch.read() == [6, 2 * 4 + BAD_ARGUMENT, 0]
