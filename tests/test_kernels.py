@@ -53,11 +53,11 @@ CPU_SIZES = [
 OPTIONS = ["no options", "residual", "relu", "relu, residual", "relu, residual, grad_residual"]
 
 
-def pairs(kernels: object, all_sizes: list[Sizes]) -> list[Any]:
+def pairs(back_end: str, all_sizes: list[Sizes]) -> list[Any]:
     """Return each pair of sizes and a dtype, with options such that each pair of a dtype and options occurs."""
-    marks = [pytest.mark.triton] if kernels == "triton" else []
+    marks = [pytest.mark.triton] if back_end == "triton" else []
     return [
-        pytest.param(kernels, sizes, dtype, OPTIONS[(i + j) % len(OPTIONS)], marks=marks)
+        pytest.param(back_end, sizes, dtype, OPTIONS[(i + j) % len(OPTIONS)], marks=marks)
         for (i, sizes), (j, dtype) in itertools.product(enumerate(all_sizes), enumerate(DTYPES))
     ]
 

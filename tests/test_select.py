@@ -85,15 +85,12 @@ NO_MEMORY, CUDA_ERROR = torch.OutOfMemoryError("no memory"), torch.AcceleratorEr
 )
 def test_each_gpu_is_tried_once_and_outside_of_graphs(errors: list[Exception | None], answers: list[object]) -> None:
     """An error of the try is the reason why this GPU has no kernels. OSError causes a second try."""
-    reason, device = functools.partial(select._reason_no_triton, torch.device("cuda", 1)), torch.device("cuda", 1)
-    replaced = {
-        "_try_triton": Mock(side_effect=errors),
-        "is_capturing": Mock(side_effect=[True, False, False]),
-    }
-    with patch.multiple(select, _triton_reasons={}, **replaced):
+    tried, is_capturing = Mock(side_effect=errors), Mock(side_effect=[True, False, False])
+    reason = functools.partial(select._reason_no_triton, device := torch.device("cuda", 1))
+    with patch.multiple(select, _triton_reasons={}, _try_triton=tried, is_capturing=is_capturing):
         assert reason(compiling=True) is reason(compiling=False) is None
-        assert not replaced["_try_triton"].called
-        replaced["is_capturing"].assert_called_with(device)
+        assert not tried.called
+        is_capturing.assert_called_with(device)
         for answer in answers:
             if isinstance(answer, Exception):
                 with pytest.raises(type(answer), match=re.escape(str(answer))):
