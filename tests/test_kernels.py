@@ -43,7 +43,7 @@ CPU_SIZES = [
     (2, 5, 1000),
     (9, 256, 1),
     (600, 3, 40),  # two parts of runs
-    (70, 1100, 3),  # two parts of rows; several blocks of channels, like the other sizes below
+    (100, 350, 3),  # two parts of rows; several blocks of channels, like the other sizes below
     (9, 2100, 1),
     (3, 150, 31),
     (2, 2100, 32),
