@@ -37,15 +37,9 @@ def seed_and_empty_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_kernels(monkeypatch)
 
 
-@pytest.fixture
-def replace_all_reduce(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], object]], None]:
-    """Return a function that replaces the all_reduce of a single rank, between the local sums and the outputs, by a
-    function of the pass."""
-
-    def replace(function: Callable[[str], object]) -> None:
-        monkeypatch.setattr(OneRank, "all_reduce", lambda _, sent, pass_name, *__: (function(pass_name), sent)[1])
-
-    return replace
+def replace_all_reduce(monkeypatch: pytest.MonkeyPatch, function: Callable[[str], object]) -> None:
+    """Call `function` with the name of the pass between the local sums and the outputs of a single rank."""
+    monkeypatch.setattr(OneRank, "all_reduce", lambda _, sent, pass_name, *__: (function(pass_name), sent)[1])
 
 
 def train_steps(layer: Layer, x: Tensor, **tensors: Tensor) -> None:
@@ -154,11 +148,11 @@ def test_make_fx_records_a_step_that_can_be_replayed() -> None:
         y = sync_batch_norm(x, None, None, weight, None, training=True)
         return y, *torch.autograd.grad(y, (x, weight), dy)
 
-    def draw() -> tuple[Tensor, ...]:
-        return torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE), torch.randn(3, requires_grad=True)
-
-    graph, others = make_fx(train)(*draw()), draw()
-    close(graph(*others), train(*others))
+    recorded, replayed = (
+        (torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE), torch.randn(3, requires_grad=True))
+        for _ in range(2)
+    )
+    close(make_fx(train)(*recorded)(*replayed), train(*replayed))
 
 
 def test_fake_inputs_give_fake_results_also_while_the_mode_is_off() -> None:
@@ -280,7 +274,7 @@ FREED_BEFORE_FORWARD = "x", "z", "weight", "bias", "running_mean", "running_var"
     [(0, Tensor, False), (3, Tensor, False), (0, Image, False), (0, Tensor, True), (3, Tensor, True)],
 )
 def test_freed_storage_is_refused_before_anything_is_sent_or_changed(
-    freed: str, offset: int, subclass: type[Tensor], is_cached: bool, replace_all_reduce: Any
+    freed: str, offset: int, subclass: type[Tensor], is_cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The address of freed storage is 0, which C takes for "no such tensor", or the offset of a view, for example of a
     flat parameter of FSDP1. Other ranks would train with the sums that this rank sends."""
@@ -298,7 +292,7 @@ def test_freed_storage_is_refused_before_anything_is_sent_or_changed(
     if is_cached:
         train_steps(layer, x, z=z)
     x.requires_grad_()
-    replace_all_reduce(passes.append)
+    replace_all_reduce(monkeypatch, passes.append)
     before_forward = freed in FREED_BEFORE_FORWARD
     tensors = {"x": x, "z": z, "dy": dy, **layer.state_dict(keep_vars=True)}
     y = None if before_forward else layer(x, z)
@@ -332,14 +326,14 @@ def test_batch_norm_backward_refuses_freed_storage(freed: str) -> None:
         batch_norm_backward(**tensors)
 
 
-def test_two_threads_may_be_in_the_same_kernels(replace_all_reduce: Any) -> None:
+def test_two_threads_may_be_in_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two threads are between the two calls of a pass at once, so kernels must not keep anything of a call."""
     pairs, x = [twins() for _ in range(2)], torch.randn(2, *SHAPE)
     layers, other = [layer for _, layer in pairs], syncbn.SyncBatchNorm2d(3)
     expected = [step(layer, layer, batch) for (layer, _), batch in zip(pairs, x, strict=True)]
     step(other, other, x[0])
     barrier = threading.Barrier(2, timeout=300)
-    replace_all_reduce(lambda _: barrier.wait())
+    replace_all_reduce(monkeypatch, lambda _: barrier.wait())
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=[1]) as threads:
         actual = [*threads.map(step, layers, layers, x)]
     close(actual, expected)
