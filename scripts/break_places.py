@@ -28,7 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent
 EACH = 10  # mutations per area
 AREAS = {"kernels": "kernels", "ranks": "ranks", "convert": "conversion", "unconverted": "conversion"}  # or "step"
 TOOLS = "__init__", "__main__", "testing"  # top-level files that are not mutated
-NEAREST = {"step": "step layer backward errors", "kernels": "kernels", "conversion": "convert unconverted"}  # tests
+NEAREST = {  # area -> its tests
+    "step": "step kernel_cache layer backward errors",
+    "kernels": "kernels triton select",
+    "conversion": "convert unconverted",
+}
 PAIRS = ("== !=", "< <=", "> >=", "+ -", "* /", "and or", "&& ||", "+= -=")
 SWAPS = {a: b for pair in PAIRS for a, b in (pair.split(), reversed(pair.split()))}
 SWAPS |= {"//": "*", "is not": "is", "not in": "in", "is": "is not", "True": "False", "False": "True"}

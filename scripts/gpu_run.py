@@ -148,7 +148,7 @@ def correctness(part: Part) -> None:
     graphs and streams that only a GPU has."""
     needs("triton")
     for name in ["test_forward_and_backward and torch.float32"] if part.dry_run else DTYPES:
-        part.pytest("tests/test_kernels.py", "-m", "triton", "-k", name)
+        part.pytest("tests/test_kernels.py", "tests/test_triton.py", "-m", "triton", "-k", name)
     part.pytest("tests/test_gpu.py")
     part.wait()
 

@@ -30,6 +30,7 @@ STARTS_PROGRAMS = {  # part -> its files, tests/test_NAME.py; the longest part c
     "examples": "examples",
 }
 COMPILES = "gpu_static", "inductor"
+INTERPRETED = "kernels", "triton"  # with Triton's interpreter
 # Of tests/distributed: files in which nothing depends on W, and files in which ranks form groups.
 TWO_RANKS = "conversion", "guides", "tensor_subclasses", "traces"
 FOUR_RANKS = "ddp", "equality", "fsdp", "fuzz", "groups", "pipeline_schedules"
@@ -105,7 +106,7 @@ def make_parts(which: str, arguments: list[str]) -> list[Part]:
     interpreted = {"TRITON_INTERPRET": "1"}
     return [
         *(Part(name, PYTEST, *files, *arguments) for name, files in programs.items()),
-        Part("interpreted", PYTEST, test_file("kernels"), "-m", "triton", *arguments, **interpreted),
+        Part("interpreted", PYTEST, *map(test_file, INTERPRETED), "-m", "triton", *arguments, **interpreted),
         one_process,
         two_ranks,
         on_ranks(2, *distributed(["status"]), *arguments, name=", interpreted", **interpreted),

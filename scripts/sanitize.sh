@@ -20,4 +20,4 @@ LD_PRELOAD="$preloaded" python -P -c '
 import sys, syncbn
 assert syncbn.__file__.startswith(sys.argv[1]) and syncbn.kernels.available() == "cpu: C++", syncbn.kernels.available()
 ' "$folder"
-LD_PRELOAD="$preloaded" python -P -m pytest tests/test_kernels.py -k "not reference and not parts and not triton" --large --timeout 900 --capture=sys "$@"
+LD_PRELOAD="$preloaded" python -P -m pytest tests/test_kernels.py tests/test_select.py -k "cpu or operators" --large --timeout 900 --capture=sys "$@"

@@ -9,13 +9,14 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from syncbn import testing
-from syncbn.kernels import cpu, reference
+from syncbn.kernels import cpu, reference, select
 
 # Without this variable matrix products on a GPU raise under use_deterministic_algorithms. cuBLAS reads it at its start.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -40,7 +41,7 @@ def pytest_collection_finish() -> None:
 def settings_of_torch() -> Iterator[None]:
     torch.set_num_threads(1)  # up to four ranks share two cores
     torch.backends.cudnn.allow_tf32 = False  # TF32 has 10 bits, so its rounding errors are 1,000 times larger
-    assert torch.utils.deterministic.fill_uninitialized_memory  # with NaN, under deterministic algorithms
+    assert torch.utils.deterministic.fill_uninitialized_memory  # Deterministic algorithms fill it with NaN.
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -57,23 +58,29 @@ def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from syncbn.kernels import gpu_channels, gpu_tiles
 
-    options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-    call = lambda function, *args, **kwargs: function.rewrite()(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return function.rewrite()(*args, **kwargs)
+
+    options, core = interpreter.InterpreterOptions(sanitize_overflow=False), triton.language.core
+    patches = [
+        (interpreter.interpreter_builder, "options", options),
+        (interpreter.InterpretedFunction, "__call__", call),
+    ]
     # The launch patches the modules in a kernel's globals. For Triton's own functions `core` must be among them.
-    for module in (gpu_channels, gpu_tiles):
-        monkeypatch.setattr(module, "core", triton.language.core, raising=False)
+    patches += [(module, "core", core) for module in (gpu_channels, gpu_tiles)]
+    for patch in patches:
+        monkeypatch.setattr(*patch, raising=False)
 
 
-@pytest.fixture(params=["reference", "chunks", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.fixture(params=["reference", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Return each back end. New tensors are on its device. On a CPU Triton's interpreter runs the kernels."""
+    """Return each back end. New tensors are on its device. On a CPU Triton's interpreter runs the kernels. The
+    parameter "chunks" is the reference without gradients, which computes one chunk after another."""
     if request.param != "triton":
         if request.param in ("cpu", "operators") and (reason := cpu.load()):
             pytest.skip(reason)
-        if request.param == "chunks":  # without gradients torch operations run on one chunk after another
-            monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 50)
+        if request.param == "chunks":
+            monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 48)  # The last of 49 columns is a chunk alone.
             with torch.no_grad():
                 yield reference
         else:
@@ -91,6 +98,18 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         warnings.simplefilter("ignore", RuntimeWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         yield importlib.import_module("syncbn.kernels.gpu")
+
+
+@pytest.fixture(params=["", "reference"])
+def syncbn_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Set SYNCBN_KERNELS as for a new process, and return the value."""
+    from equal_to_torch import forget_kernels  # scripts/package.sh copies this file without equal_to_torch.py
+
+    monkeypatch.setenv("SYNCBN_KERNELS", request.param)
+    forget_kernels(monkeypatch)
+    select.reason_forced.cache_clear()
+    yield request.param
+    select.reason_forced.cache_clear()
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""The reference of the tests: batch norm of the whole batch on one process, in float64, from its definition.
+"""The reference of the tests: batch norm of the whole batch on one process, in float64, by the definition.
 
-Also inputs on which formulas of batch norm lose digits, and errors on these inputs, which scripts/accuracy.py prints.
+scripts/accuracy.py prints errors on HARD_INPUTS, for which formulas of batch norm lose digits.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,8 @@ class Result(NamedTuple):
     grad_z: Tensor | None
     running_mean: Tensor
     running_var: Tensor
-    gradient_scale: float  # max |dy * weight * invstd|: with few values grad_input is a small difference of such terms
+    # max |dy * weight * invstd|: for few values grad_input is a small difference of terms of this size.
+    gradient_scale: float
 
 
 @torch.enable_grad()
@@ -133,16 +134,16 @@ def errors_of_one_step(
     """Run a step of `batch_norm` on this rank's samples. Gradients of weight and bias are summed over the ranks."""
     x, dy, weight, bias = hard_case(case, dtype)
     expected = full_batch(x, dy, weight, bias)
-    mine = slice(rank, None, num_ranks)
-    my_x, my_weight, my_bias = (given.to(device).detach().requires_grad_() for given in (x[mine], weight, bias))
-    running_mean, running_var = torch.zeros_like(my_weight.data), torch.ones_like(my_weight.data)
-    y = batch_norm(my_x, running_mean, running_var, my_weight, my_bias, training=True)
-    y.backward(dy[mine].to(device))
+    local = slice(rank, None, num_ranks)
+    x_leaf, weight, bias = (tensor.to(device).detach().requires_grad_() for tensor in (x[local], weight, bias))
+    running_mean, running_var = torch.zeros_like(weight.data), torch.ones_like(weight.data)
+    y = batch_norm(x_leaf, running_mean, running_var, weight, bias, training=True)
+    y.backward(dy[local].to(device))
     if num_ranks > 1:
-        torch.distributed.all_reduce(my_weight.grad)
-        torch.distributed.all_reduce(my_bias.grad)
-    expected = expected._replace(output=expected.output[mine], grad_input=expected.grad_input[mine])
-    gradients = {"grad_input": my_x.grad, "grad_weight": my_weight.grad, "grad_bias": my_bias.grad}
+        torch.distributed.all_reduce(weight.grad)
+        torch.distributed.all_reduce(bias.grad)
+    expected = expected._replace(output=expected.output[local], grad_input=expected.grad_input[local])
+    gradients = {"grad_input": x_leaf.grad, "grad_weight": weight.grad, "grad_bias": bias.grad}
     actual = {"output": y.detach(), **gradients, "running_mean": running_mean, "running_var": running_var}
     channels = x.double().movedim(1, 0).flatten(1)
     mean_over_std = (channels.mean(1).abs() / channels.std(1)).max().item()

@@ -1,6 +1,6 @@
 """Read this first: a tour from one tensor to a model that two ranks train as one process would; it takes seconds.
 
-It catches what breaks the package for everybody.
+If this test fails, the package is broken for everybody.
 """
 
 import pytest
