@@ -251,6 +251,7 @@ def test_outputs_that_bypass_the_caches_have_the_same_bits(kernels: BackEnd, siz
         assert all(torch.equal(grad[part], grad_of_part) for grad, grad_of_part in zip(grads, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_other_instruction_sets_pass_the_tests_of_this_file(capability: str) -> None:
     """A processor with better instructions would leave these sets out."""
