@@ -88,7 +88,7 @@ class Backward(cpu.Backward):
 def play(
     monkeypatch: pytest.MonkeyPatch, poll_seconds: float = 0.05, answer_seconds: float = report.ANSWER_SECONDS
 ) -> SimpleNamespace:
-    """Place all tensors on a GPU until the end of the test. Return the GPU. Its `stream` is the handle of the current
+    """Place all tensors on a GPU until the end of the test. Return the GPU. `gpu.stream` is the handle of the current
     stream, or None while the stream captures a CUDA graph."""
     gpu = SimpleNamespace(stream=0)
     back_end = importlib.import_module("syncbn.kernels.gpu") if IS_INTERPRETED else sys.modules[__name__]
