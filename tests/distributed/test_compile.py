@@ -2,7 +2,6 @@
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 import voting
 from subclasses_of_batchnorm import CallsSuper2d
 from torch import Tensor, fx, nn
-from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter, CompileCounterWithBackend
 from torch.fx.proxy import TraceError
 from torch.nn.parallel import DistributedDataParallel
 from training import CountCollectives, step, unchanged
@@ -82,25 +81,20 @@ def test_with_ddp(ranks: Ranks) -> None:
         require_equal(compiled, layer, DistributedDataParallel(copy.deepcopy(eager)), x)
 
 
-def test_masks_break_no_graph(ranks: Ranks) -> None:
-    """No shape depends on the values of a mask. Dynamo first sees a mask when the size of x has become a symbol."""
+def test_dynamic_sizes_compile_twice_without_and_with_a_mask(ranks: Ranks) -> None:
+    """Dynamo compiles once for the first size and once for any size. No shape depends on the values of a mask."""
     eager = syncbn.SyncBatchNorm1d(3, fuse_relu=True, device=ranks.device)
-    layer, generator = copy.deepcopy(eager), torch.Generator().manual_seed(ranks.rank)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for length, is_masked in ((7, False), (9, False), (5, True), (6, True)):
+    layer, counter = copy.deepcopy(eager), CompileCounterWithBackend("aot_eager")
+    compiled, generator = (
+        torch.compile(layer, backend=counter, fullgraph=True),
+        torch.Generator().manual_seed(ranks.rank),
+    )
+    for length, num_graphs in ((7, 1), (8, 2), (9, 2), (5, 3), (6, 4), (8, 4)):
         x = torch.randn(4, 3, length, generator=generator).to(ranks.device, torch.bfloat16)
-        mask = torch.rand(4, length, generator=generator).to(ranks.device) < 0.5 if is_masked else None
+        mask = torch.rand(4, length, generator=generator).to(ranks.device) < 0.5 if num_graphs > 2 else None
         actual, expected = step(compiled, layer, x, mask=mask), step(eager, eager, x, mask=mask)
         torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
-
-
-def test_dynamic_batch_sizes_compile_twice(ranks: Ranks) -> None:
-    """Dynamo compiles once for the first size and once for any size."""
-    counter = CompileCounter()
-    compiled = torch.compile(small_model().to(ranks.device), backend=counter, fullgraph=True)
-    for batch in (3, 4, 5, 7, 9):
-        compiled(own_input(ranks, batch))
-    assert counter.frame_count == 2
+        assert counter.frame_count == num_graphs
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # torch's own
@@ -139,29 +133,26 @@ def test_an_invalid_argument_after_a_graph_break_raises_on_its_rank(ranks: Ranks
 # Process groups.
 
 
-@pytest.mark.parametrize(
-    ("name", "fullgraph"), [("layer", True), ("layer", False), ("sync_batch_norm", True), ("sync_batch_stats", True)]
-)
-def test_each_default_group_compiles_once_more(ranks: Ranks, name: str, fullgraph: bool) -> None:
+@fullgraphs
+def test_each_default_group_compiles_once_more(ranks: Ranks, fullgraph: bool) -> None:
     """Without a group the first graph is used again."""
-    functions: dict[str, Callable[[Tensor], Any]] = {
-        "layer": syncbn.SyncBatchNorm(1).to(ranks.device),
-        "sync_batch_norm": lambda x: sync_batch_norm(x, None, None, training=True),
-        "sync_batch_stats": sync_batch_stats,
-    }
-    x, counter = own_input(ranks), CompileCounter()
-    expected = copy.deepcopy(functions[name])(x)
-    compiled = torch.compile(functions[name], backend=counter, fullgraph=fullgraph)
+
+    def function(layer: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        return layer(x), sync_batch_norm(x, None, None, training=True), *sync_batch_stats(x)
+
+    layer, x, counter = syncbn.SyncBatchNorm(1).to(ranks.device), own_input(ranks), CompileCounter()
+    expected = function(copy.deepcopy(layer), x)
+    compiled = torch.compile(function, backend=counter, fullgraph=fullgraph)
     voting.world.leave()
-    local = compiled(x)
+    local = compiled(layer, x)
     voting.world.enter()
     for num_graphs in (2, 3):
         for _ in range(2):
-            torch.testing.assert_close(compiled(x), expected)
+            torch.testing.assert_close(compiled(layer, x), expected)
         assert counter.frame_count == num_graphs
         voting.world.make_anew()
     voting.world.leave()
-    torch.testing.assert_close(compiled(x), local, rtol=0, atol=0)
+    torch.testing.assert_close(compiled(layer, x), local, rtol=0, atol=0)
     voting.world.enter()
     assert counter.frame_count == 3
 
