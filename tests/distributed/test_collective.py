@@ -3,7 +3,9 @@
 import datetime
 import functools
 import gc
+import itertools
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 import pytest
@@ -68,30 +70,25 @@ def test_an_interrupt_leaves_no_collective_that_has_ended(ranks: Ranks, monkeypa
     layer(x)
     monkeypatch.setattr(calls, "all_reduce", lambda payload, *_: payload)
 
-    def was_interrupted(event_number: int) -> bool:
-        """Interrupt a call at this event, and return whether the call had as many events."""
-
-        def interrupt(frame: FrameType, event: str, argument: object) -> None:
-            nonlocal event_number
-            event_number -= event in ("call", "c_return")
-            if event_number == 0:
-                raise KeyboardInterrupt
-
-        try:
-            sys.setprofile(interrupt)
-            layer(x)
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.setprofile(None)
-        return False
-
+    event_number, was_interrupted = 0, True
     gc.disable()
     try:
-        event_number = 1
-        while was_interrupted(event_number):
+        while was_interrupted:
+            event_number, was_interrupted = event_number + 1, False
+            countdown = itertools.count(event_number, -1)
+
+            def interrupt(frame: FrameType, event: str, argument: object, countdown: Iterator[int] = countdown) -> None:
+                if event in ("call", "c_return") and next(countdown) == 1:
+                    raise KeyboardInterrupt
+
+            try:
+                sys.setprofile(interrupt)
+                layer(x)
+            except KeyboardInterrupt:
+                was_interrupted = True
+            finally:
+                sys.setprofile(None)
             assert not this_rank().waiting, event_number
-            event_number += 1
     finally:
         gc.enable()
     assert event_number > 30

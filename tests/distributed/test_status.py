@@ -150,10 +150,8 @@ def test_without_signatures_only_a_bad_argument_raises(
 
 
 def test_a_single_value_per_channel_raises(ranks: Ranks, model: Model) -> None:
-    """sync_batch_stats accepts a single value. On one rank the host knows the number of values and raises at once."""
+    """sync_batch_stats accepts a single value."""
     message = "Expected more than 1 value per channel when training, got 1 over all ranks"
-    with pytest.raises(ValueError, match=message):
-        syncbn.SyncBatchNorm1d(3, process_group=1)(X[:1])
     x = X[: 1 - ranks.rank]
     assert syncbn.functional.sync_batch_stats(x, model.bn1.process_group)[2] == 1
     model.bn1(x)
