@@ -29,7 +29,7 @@ Launches = tuple[list[Launch], list[Launch]]
         (120, "32x2048x7x7", ["float32"]),
     ],
 )
-def test_kernels_have_no_spills_wide_loads_and_enough_programs(capability: int, shape: str, dtypes: list[str]) -> None:
+def test_kernels_load_wide_and_spill_no_registers(capability: int, shape: str, dtypes: list[str]) -> None:
     """The rows of the table that scripts/gpu_static.py prints."""
     for case, function, code, programs in table(capability, [shape], dtypes):
         row = function, case, code
