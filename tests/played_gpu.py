@@ -1,128 +1,105 @@
-"""Plays a GPU on a CPU: the host reads no total, and what the kernels of a GPU note in mailboxes the player notes.
+"""A CPU plays a GPU: the host reads no total, and kernels store faults in status words.
 
-With TRITON_INTERPRET=1 the kernels of a GPU are interpreted and note it themselves.
+With TRITON_INTERPRET=1 Triton's interpreter runs the GPU kernels. Otherwise the C++ kernels compute, and the classes
+below store the faults.
 """
 
 import ctypes
 import importlib.util
 import os
-from collections.abc import Callable
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from equal_to_torch import forget_kernels
 from torch import Tensor
 
-from syncbn import kernel_cache, payload
-from syncbn.kernels import cpu, select
-from syncbn.kernels.interface import (
-    BAD_ARGUMENT,
-    ENDED,
-    FAULT,
-    LOCAL_NOT_FINITE,
-    NO_BUFFERS,
-    ONE_VALUE,
-    RANKS_DIFFER,
-    StatusWords,
-)
+from syncbn import kernel_cache, payload, torch_internals
+from syncbn.kernels import cpu, interface, select
+from syncbn.kernels.interface import BAD_ARGUMENT, ENDED, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER
 from syncbn.payload import UNSIGNED
-from syncbn.ranks import watchdog
+from syncbn.ranks import report, watchdog
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
 
-class Player:
-    """Notes at once, or as long as it is `behind` nothing."""
-
-    behind = False
-
-    def note(self, total: Tensor, needs_two_values: bool, status_words: StatusWords) -> bool:
-        """As `check_trailer` in gpu_channels.py: whether there is a fault."""
-        n, count, num_signed, signatures, squares = total[payload.TRAILER].tolist()
-        if status_words.call_id:  # which a later kernel reads
-            ctypes.c_double.from_address(status_words.call_id).value = count // max(1, num_signed) % payload.NUM_IDS
-        if self.behind:
-            return False
-        kind = ONE_VALUE if needs_two_values and n == 1 else 0
-        kind = BAD_ARGUMENT if n != n else kind
-        kind = RANKS_DIFFER if num_signed * squares != signatures**2 else kind
-        host = (ctypes.c_int64 * 3).from_address(status_words.host_address)
-        state = ctypes.c_int64.from_address(status_words.device_address)
-        if kind and not state.value:
-            state.value = host[FAULT] = status_words.sequence_number * 4 + kind
-        if status_words.sequence_number > 0:
-            host[ENDED] = status_words.sequence_number
-        return state.value != 0
-
-    def check_total(self, total: Tensor, needs_two_values: bool, words: StatusWords, sums: Tensor | None) -> None:
-        if self.note(total, needs_two_values, words):
-            payload.num_values(total).zero_()
-        if sums is not None:
-            self.record_not_finite(payload.sums(sums), words)
-
-    def record_not_finite(self, sums: Tensor, status_words: StatusWords) -> None:
-        if status_words.sequence_number > 0 and not sums.isfinite().all():
-            host = (ctypes.c_int64 * 3).from_address(status_words.host_address)
-            host[LOCAL_NOT_FINITE] = host[LOCAL_NOT_FINITE] or status_words.sequence_number
-
-    def forward_sums(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def play(kernels: Any, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: Any = None) -> Any:
-            sums = compute(kernels, x, signature, count)
-            if status_words is not None:
-                self.record_not_finite(sums, status_words)
-            return sums
-
-        return play
-
-    def forward_outputs(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def play(
-            kernels: Any,
-            inputs: Any,
-            total: Tensor,
-            buffers: Any = NO_BUFFERS,
-            momentum: Any = 0.0,
-            status_words: Any = None,
-        ) -> Any:
-            if status_words is not None and self.note(total, True, status_words):
-                buffers = [None if buffer is None else buffer.clone() for buffer in buffers]
-            return (*compute(kernels, inputs, total, buffers, momentum)[:2], True)
-
-        return play
-
-    def backward_sums(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def play(kernels: Any, dy: Tensor, saved: Any, signature: int = UNSIGNED, call_id: Tensor | None = None) -> Any:
-            if signature != UNSIGNED and call_id is not None:
-                signature += int(call_id)
-            return compute(kernels, dy, saved, signature)
-
-        return play
-
-    def backward_outputs(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def play(kernels: Any, dy: Tensor, saved: Any, total: Tensor, status_words: Any = None) -> Any:
-            if status_words is not None:
-                self.note(total, False, status_words)
-            return compute(kernels, dy, saved, total)
-
-        return play
+def check_trailer(total: Tensor, needs_two_values: bool, words: interface.StatusWords) -> bool:
+    """Store the fault of a total, like `check_trailer` in gpu_channels.py. Return whether any total has had a fault."""
+    n, count, num_signed, signatures, squares = total[payload.TRAILER].tolist()
+    host_words = (ctypes.c_int64 * 3).from_address(words.host_address)
+    device_word = ctypes.c_int64.from_address(words.device_address)
+    if words.call_id:  # A kernel of the backward reads this id.
+        ctypes.c_double.from_address(words.call_id).value = count // max(1, num_signed) % payload.NUM_IDS
+    kind = ONE_VALUE if needs_two_values and n == 1 else 0
+    kind = BAD_ARGUMENT if n != n else kind
+    kind = RANKS_DIFFER if num_signed * squares != signatures**2 else kind
+    if kind and not device_word.value:
+        device_word.value = host_words[FAULT] = words.sequence_number * 4 + kind
+    if words.sequence_number > 0:
+        host_words[ENDED] = words.sequence_number
+    return device_word.value != 0
 
 
-def play(monkeypatch: pytest.MonkeyPatch) -> Player:
-    """From now on."""
-    player = Player()
-    monkeypatch.setattr(Tensor, "is_cuda", True)
-    monkeypatch.setattr(Tensor, "is_cpu", False)
-    monkeypatch.setattr(select, "checks_totals", lambda device: True)
-    if IS_INTERPRETED:
-        gpu = importlib.import_module("syncbn.kernels.gpu")
-        monkeypatch.setattr(kernel_cache, "fast_path_back_end", lambda kind: gpu)
-        forget_kernels(monkeypatch)
-    else:
-        for kernels, names in (
-            (cpu.Forward, ("forward_sums", "forward_outputs")),
-            (cpu.Backward, ("backward_sums", "backward_outputs")),
-        ):
-            for name in names:
-                monkeypatch.setattr(kernels, name, getattr(player, name)(getattr(kernels, name)))
-        monkeypatch.setattr(select, "check_total", player.check_total)
-    monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.05)
-    return player
+def check_finite(sums: Tensor, words: interface.StatusWords) -> None:
+    host_words = (ctypes.c_int64 * 3).from_address(words.host_address)
+    if words.sequence_number > 0 and not payload.sums(sums).isfinite().all():
+        host_words[LOCAL_NOT_FINITE] = host_words[LOCAL_NOT_FINITE] or words.sequence_number
+
+
+def check_total(total: Tensor, needs_two_values: bool, words: interface.StatusWords, sums: Tensor | None) -> None:
+    if check_trailer(total, needs_two_values, words):
+        payload.num_values(total).zero_()
+    if sums is not None:
+        check_finite(sums, words)
+
+
+class Forward(cpu.Forward):
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, count: int = 0, status_words: Any = None) -> Tensor:
+        sums = super().forward_sums(x, signature, count)
+        if status_words is not None:
+            check_finite(sums, status_words)
+        return sums
+
+    def forward_outputs(
+        self,
+        inputs: Any,
+        total: Tensor,
+        buffers: Any = interface.NO_BUFFERS,
+        momentum: Any = 0.0,
+        status_words: Any = None,
+    ) -> Any:
+        if status_words is not None and check_trailer(total, True, status_words):
+            buffers = [None if buffer is None else buffer.clone() for buffer in buffers]
+        return (*super().forward_outputs(inputs, total, buffers, momentum)[:2], True)
+
+
+class Backward(cpu.Backward):
+    def backward_sums(self, dy: Tensor, saved: Any, signature: int = UNSIGNED, call_id: Tensor | None = None) -> Any:
+        is_signed = signature != UNSIGNED and call_id is not None
+        return super().backward_sums(dy, saved, signature + int(call_id) if is_signed else signature)
+
+    def backward_outputs(self, dy: Tensor, saved: Any, total: Tensor, status_words: Any = None) -> Any:
+        if status_words is not None:
+            check_trailer(total, False, status_words)
+        return super().backward_outputs(dy, saved, total)
+
+
+def play(
+    monkeypatch: pytest.MonkeyPatch, poll_seconds: float = 0.05, answer_seconds: float = report.ANSWER_SECONDS
+) -> SimpleNamespace:
+    """Place all tensors on a GPU until the end of the test. Return the GPU. `gpu.stream` is the handle of the current
+    stream, or None while the stream captures a CUDA graph."""
+    gpu = SimpleNamespace(stream=0)
+    back_end = importlib.import_module("syncbn.kernels.gpu") if IS_INTERPRETED else sys.modules[__name__]
+    is_built = IS_INTERPRETED or cpu.load() is None
+    forget_kernels(monkeypatch)
+    for target, name, value in (
+        (Tensor, "is_cuda", True), (Tensor, "is_cpu", False),
+        (select, "checks_totals", lambda device: True), (select, "check_total", back_end.check_total),
+        (kernel_cache, "fast_path_back_end", lambda config: back_end if is_built else None),
+        (torch_internals, "stream_handle", lambda device: gpu.stream),
+        (watchdog, "POLL_SECONDS", poll_seconds), (report, "ANSWER_SECONDS", answer_seconds),
+    ):  # fmt: skip
+        monkeypatch.setattr(target, name, value)
+    return gpu

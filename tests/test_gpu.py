@@ -1,4 +1,4 @@
-"""Catches what only a GPU shows: a wait, a launch too many, a wrong stream, device or graph, an index beyond 2^31."""
+"""Tests of what only a GPU shows: waits, launches, streams, devices, CUDA graphs, and offsets beyond 2^31."""
 
 from collections.abc import Iterator
 
@@ -27,9 +27,9 @@ def step(layer: nn.Module, x: Tensor) -> Tensor:
 @memory_formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_layers_of_a_resnet(shape: tuple[int, ...], memory_format: torch.memory_format, dtype: torch.dtype) -> None:
-    """Many programs have a part of each sum. Compared with the definition in float64."""
+    """Many programs compute a part of each sum. The results are compared with the definition in float64."""
     noise = torch.randn(2, *shape, device="cuda").to(dtype)
-    x, dy = (one.contiguous(memory_format=memory_format) for one in (noise[0] + 3, noise[1]))
+    x, dy = (tensor.contiguous(memory_format=memory_format) for tensor in (noise[0] + 3, noise[1]))
     layer = syncbn.SyncBatchNorm2d(shape[1], device="cuda")
     expected = full_batch(x, dy, layer.weight, layer.bias)
     y = layer(x.requires_grad_())
@@ -44,7 +44,7 @@ def test_the_layers_of_a_resnet(shape: tuple[int, ...], memory_format: torch.mem
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 def test_a_compiled_step() -> None:
-    """The contiguous model that Inductor turns into channels last."""
+    """Inductor makes the contiguous model channels last."""
     x = torch.randn(4, 8, 16, 16, device="cuda", requires_grad=True)
     model = nn.Sequential(nn.Conv2d(8, 16, 3), syncbn.SyncBatchNorm2d(16), nn.ReLU()).cuda()
     expected = step(model, x)
@@ -53,7 +53,7 @@ def test_a_compiled_step() -> None:
 
 @pytest.fixture(params=["no collective", "nccl"])
 def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
-    """With nccl it synchronises over a group of one rank, which it would leave alone."""
+    """Return a layer. With nccl it synchronises over a group of one rank, which syncbn does not do by itself."""
     if request.param == "nccl":
         store = dist.HashStore()
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
@@ -63,36 +63,32 @@ def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         dist.destroy_process_group()
 
 
-def test_one_rank_of_nccl(layer: nn.Module) -> None:
-    x, plain = torch.randn(4, 8, 9, 9, device="cuda", requires_grad=True), nn.BatchNorm2d(8, device="cuda")
-    torch.testing.assert_close(step(layer, x), step(plain, x))
-    torch.testing.assert_close(layer.running_var, plain.running_var)
-
-
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_waits_for_the_gpu(layer: nn.Module) -> None:
-    x = torch.randn(4, 8, 9, 9, device="cuda", requires_grad=True)
+def test_a_step_equals_torchs_and_does_not_wait_for_the_gpu(layer: nn.Module) -> None:
+    x, torch_layer = torch.randn(4, 8, 9, 9, device="cuda", requires_grad=True), nn.BatchNorm2d(8, device="cuda")
     step(layer, x)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step(layer, x)
+        gradient = step(layer, x)
         with pytest.raises(RuntimeError, match="synchroniz"):
             x.sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    step(torch_layer, x)
+    torch.testing.assert_close(gradient, step(torch_layer, x))
+    torch.testing.assert_close(layer.state_dict(), torch_layer.state_dict())
 
 
-def test_a_captured_step(layer: nn.Module) -> None:
-    """A CUDA graph of a whole training step, replayed, moves everything as eager steps do, and gives their gradient."""
+def test_replays_of_a_captured_step_equal_eager_steps(layer: nn.Module) -> None:
     static_x = torch.randn(4, 8, 9, 9, device="cuda", requires_grad=True)
     eager = syncbn.SyncBatchNorm2d(8, device="cuda")
-    optimizers = {one: torch.optim.SGD(one.parameters(), lr=0.1) for one in (layer, eager)}
+    optimizers = {module: torch.optim.SGD(module.parameters(), lr=0.1) for module in (layer, eager)}
 
-    def train(one: nn.Module) -> Tensor:
+    def train(module: nn.Module) -> Tensor:
         static_x.grad = None
-        optimizers[one].zero_grad(set_to_none=False)
-        one(static_x).pow(3).sum().backward()
-        optimizers[one].step()
+        optimizers[module].zero_grad(set_to_none=False)
+        module(static_x).pow(3).sum().backward()
+        optimizers[module].step()
         return static_x.grad
 
     stream = torch.cuda.Stream()
@@ -114,9 +110,8 @@ def test_a_captured_step(layer: nn.Module) -> None:
 def test_two_streams() -> None:
     layers = [syncbn.SyncBatchNorm2d(64, device="cuda") for _ in range(2)]
     xs = [torch.randn(16, 64, 40, 40, device="cuda", requires_grad=True) for _ in range(2)]
-    expected = [step(layer, x) for layer, x in zip(layers, xs, strict=True)]
+    expected, streams = [*map(step, layers, xs)], [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in range(2)]
     for _ in range(5):
         gradients = []
         for stream, layer, x in zip(streams, layers, xs, strict=True):
@@ -127,18 +122,19 @@ def test_two_streams() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_device_that_is_not_the_current_one() -> None:
-    layer = syncbn.SyncBatchNorm2d(8, device="cuda:1")
-    x = torch.randn(4, 8, 9, 9, device="cuda:1", requires_grad=True)
+def test_a_device_that_is_not_the_current_device() -> None:
     assert torch.cuda.current_device() == 0
-    there = step(layer, x)
-    here = step(syncbn.SyncBatchNorm2d(8, device="cuda:0"), x.detach().to("cuda:0").requires_grad_())
-    torch.testing.assert_close(there.cpu(), here.cpu())
+    x = torch.randn(4, 8, 9, 9)
+    gradients = [
+        step(syncbn.SyncBatchNorm2d(8, device=device), x.to(device).requires_grad_()).cpu()
+        for device in ("cuda:0", "cuda:1")
+    ]
+    torch.testing.assert_close(*gradients)
 
 
 @memory_formats
-def test_more_values_than_an_int32_counts(memory_format: torch.memory_format) -> None:
-    """The last sample lies beyond 2^31 values and is unlike the others; half of it has a gradient."""
+def test_offsets_beyond_int32(memory_format: torch.memory_format) -> None:
+    """Only the last sample, whose elements have offsets beyond 2^31, is not zero, and half of it has a gradient."""
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of free memory")
     num_samples = 2**31 // (64 * 1024 * 32) + 1
@@ -152,6 +148,7 @@ def test_more_values_than_an_int32_counts(memory_format: torch.memory_format) ->
     torch.testing.assert_close(y[0], torch.full_like(y[0], first))
     torch.testing.assert_close(y[-1], torch.full_like(y[-1], last))
     y.backward(dy)
-    for part, own, value in (x.grad[0], 0, first), (x.grad[-1, :, :512], 1, last), (x.grad[-1, :, 512:], 0, last):
-        expected = (own - (1 + value * last) / 2 / num_samples) * invstd
-        torch.testing.assert_close(part, torch.full_like(part, expected))
+    first_half, second_half = x.grad[-1].split(512, 1)
+    for actual, dy_value, y_value in (x.grad[0], 0, first), (first_half, 1, last), (second_half, 0, last):
+        expected = (dy_value - (1 + y_value * last) / 2 / num_samples) * invstd
+        torch.testing.assert_close(actual, torch.full_like(actual, expected))

@@ -1,9 +1,7 @@
-"""Catches spills, narrow loads and float64 where it costs in what the GPU kernels compile to, without a GPU."""
+"""Tests that the GPU kernels compile without spills, narrow loads and needless float64. No GPU is needed."""
 
-import itertools
 import os
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -13,59 +11,52 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-import gpu_static
+from gpu_static import Launch, read, recorded, table
 
 from syncbn.kernels import gpu
 from syncbn.kernels.interface import BackwardConfig, ForwardConfig, Layout
 
-FUNCTIONS = gpu_static.FUNCTIONS
+Launches = tuple[list[Launch], list[Launch]]
 
 
 @pytest.mark.parametrize(
-    ("capability", "shape"),
+    ("capability", "shape", "dtypes"),
     [
-        (90, "32x64x112x112"),
-        (90, "32x2048x7x7"),  # no wide loads where 49 values are together
-        (80, "32x512x14x14"),
-        (86, "32x256x56x56"),
-        (120, "32x2048x7x7"),
+        (90, "32x64x112x112", ["float32", "bfloat16"]),
+        (90, "32x2048x7x7", ["float32", "bfloat16"]),  # loads of a single value, because 49 is odd
+        (80, "32x512x14x14", ["float32"]),
+        (86, "32x256x56x56", ["bfloat16"]),
+        (120, "32x2048x7x7", ["float32"]),
     ],
 )
-def test_promises_of_the_table(capability: int, shape: str) -> None:
-    for case, function, code, programs in gpu_static.table(capability, [shape], gpu_static.DTYPES):
+def test_kernels_load_wide_and_spill_no_registers(capability: int, shape: str, dtypes: list[str]) -> None:
+    """The rows of the table that scripts/gpu_static.py prints."""
+    for case, function, code, programs in table(capability, [shape], dtypes):
         row = function, case, code
         assert not code.spills, row
         assert (code.float64, code.conversions) == (0, 0) or not function.endswith("_outputs"), row
-        values = 1 if case.shape[-1] == 7 and not case.channels_last else 4
-        assert code.widest_load == values * getattr(torch, case.dtype).itemsize, row
+        values_per_load = 1 if case.shape[-1] == 7 and not case.channels_last else 4
+        assert code.widest_load == values_per_load * getattr(torch, case.dtype).itemsize, row
         assert programs >= 3, row
 
 
-def launches_of_a_step(
-    capability: int, x: Tensor, parameter: torch.dtype, *, affine: bool = True, residual: bool = True
-) -> dict[str, list[gpu_static.Launch]]:
-    """Those of each call of forward and backward: affine ones with a relu and, by default, with a residual."""
-    weight = x.new_empty(x.shape[1], dtype=parameter) if affine else None
-    z, dtype, running = x if affine and residual else None, parameter if affine else None, x.new_empty(x.shape[1])
-    of_both = Layout.of(x, 1), x.dtype, x.device
-    kind = ForwardConfig(*of_both, 1e-5, affine, z is not None, dtype, dtype, x.dtype, x.dtype)
-    of_backward = BackwardConfig(*of_both, kind.relu_mask, dtype, dtype, needs_x=True, needs_residual=z is not None)
-    found: dict[str, list[gpu_static.Launch]] = {}
-
-    def call(kernels: Any, name: str, *arguments: object) -> Any:
-        launches.clear()
-        result = getattr(kernels, name)(*arguments)
-        found[name] = [*launches]
-        return result
-
-    with gpu_static.recorded(capability) as (module, launches):
-        forward, backward = module.Forward(kind), module.Backward(of_backward)
-        sums = call(forward, "forward_sums", x)
-        y, statistics, _ = call(forward, "forward_outputs", (x, weight, weight, z), sums, (running, running, None))
-        saved = x, weight, statistics, None if z is None else y
-        sums, _, _ = call(backward, "backward_sums", x, saved)
-        call(backward, "backward_outputs", x, saved, sums)
-    return found
+def compile_step(
+    capability: int, x: Tensor, parameter: torch.dtype = torch.float32, residual: bool = False
+) -> Launches:
+    """Return all launches of forward and backward with a relu; and the four that cover the whole tensor."""
+    weight, running_mean, z = x.new_empty(x.shape[1], dtype=parameter), x.new_empty(x.shape[1]), x if residual else None
+    layout = Layout.of(x, 1), x.dtype, x.device
+    config = ForwardConfig(*layout, 1e-5, True, residual, parameter, parameter, x.dtype, x.dtype)
+    needs = {"needs_x": True, "needs_residual": residual}
+    with recorded(capability) as (module, launches):
+        forward = module.Forward(config)
+        backward = module.Backward(BackwardConfig(*layout, config.relu_mask, parameter, parameter, parameter, **needs))
+        sums, buffers = forward.forward_sums(x), (running_mean, running_mean, None)
+        y, statistics, _ = forward.forward_outputs((x, weight, weight, z), sums, buffers)
+        saved = x, weight, statistics, y if residual else None
+        sums, _, _ = backward.backward_sums(x, saved)
+        backward.backward_outputs(x, saved, sums)
+        return [*launches], [launch for launch in launches if "TILES" in launch.arguments]
 
 
 @pytest.mark.parametrize(
@@ -73,52 +64,49 @@ def launches_of_a_step(
     [
         ((64, 64, 3136), 75, torch.float16, torch.float32, True),
         ((64, 512, 4), 80, torch.float32, torch.bfloat16, True),
-        ((3, 8, 49), 80, torch.float32, torch.bfloat16, True),  # not a multiple of 4
+        ((3, 8, 49), 80, torch.float32, torch.bfloat16, True),  # 49 is not a multiple of 4.
         ((64, 64, 3136), 90, torch.bfloat16, torch.float32, True),
         ((1, 1, 1), 90, torch.bfloat16, torch.float32, True),
         ((4, 8, 25), 90, torch.float64, torch.float64, True),
-        ((100352, 64), 90, torch.float32, torch.float32, False),  # finds the mask of the relu in x
+        ((100352, 64), 90, torch.float32, torch.float32, False),  # Without a residual x gives the mask of the relu.
         ((32, 2048, 49), 90, torch.float32, torch.float32, False),
     ],
     ids=str,
 )
-def test_all_launches_compile(
+def test_kernels_add_in_a_fixed_order_and_divide_no_element(
     sizes: tuple[int, ...], capability: int, dtype: torch.dtype, parameter: torch.dtype, residual: bool
 ) -> None:
-    """In the same order each time, and without a division for each value of a map."""
     x = torch.empty(sizes, dtype=dtype, device="meta")
-    launches = launches_of_a_step(capability, x, parameter, residual=residual)
-    assert sum(map(len, launches.values())) <= 4 + 4
-    for launch in itertools.chain(*launches.values()):
-        assert not re.search(r"\b(atom|red)\.", launch.assembly()), "their order would change results"
-    for function in FUNCTIONS:
-        launch = gpu_static.over_whole_tensor(launches[function])
-        assert residual or not gpu_static.read(launch).spills
-        if function.endswith("_outputs"):
+    launches, tile_launches = compile_step(capability, x, parameter, residual)
+    assert len(launches) <= 4 + 4
+    for launch in launches:
+        assert not re.search(r"\b(atom|red)\.", launch.assembly()), "the order of atomic operations changes results"
+    for launch in tile_launches:
+        assert residual or not read(launch).spills
+        if launch.metadata.name != "partial_sums":
             assert dtype == torch.float64 or ".f64" not in launch.assembly()
             assert "div.rn.f" not in launch.assembly()
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_running_stats_are_rounded_as_by_torch(capability: int) -> None:
-    """No product is fused with a sum: a rank in the fallback has each rounded."""
-    launches = launches_of_a_step(capability, torch.empty((64, 64, 49), device="meta"), torch.float32)
-    (launch,) = [one for one in launches["forward_outputs"] if one.metadata.name == "forward_channels"]
+def test_running_stats_are_rounded_as_in_torch(capability: int) -> None:
+    """No product is fused with a sum, because torch operations of another rank round both."""
+    launches, _ = compile_step(capability, torch.empty((64, 64, 49), device="meta"))
+    (launch,) = [launch for launch in launches if launch.metadata.name == "forward_channels"]
     operations = {*re.findall(r"\b(fma\S*|mul\S*|add\S*|sub\S*)\.f64", launch.assembly())}
-    assert operations == {"mul.rn", "add.rn", "sub.rn"}  # without .rn the assembler may fuse
+    assert operations == {"mul.rn", "add.rn", "sub.rn"}, "without .rn the assembler may fuse"
 
 
 @pytest.mark.parametrize("sizes", [(2**31 - 1, 1, 1), (1, 1, 2**31 + 5), (2**17, 2**10, 2**6)], ids=str)
-def test_more_values_than_an_int32_counts(sizes: tuple[int, ...]) -> None:
-    launches = launches_of_a_step(90, torch.empty(sizes, device="meta"), torch.float32, affine=False)
-    for function in FUNCTIONS:
-        assembly = gpu_static.over_whole_tensor(launches[function]).assembly()
-        assert re.search(r"(mad\.lo|mul\.lo|mul\.wide)\S*64", assembly)
+def test_offsets_beyond_int32_have_64_bits(sizes: tuple[int, ...]) -> None:
+    _, tile_launches = compile_step(90, torch.empty(sizes, device="meta"))
+    assert len(tile_launches) == 4
+    assert all(re.search(r"(mad\.lo|mul\.lo|mul\.wide)\S*64", launch.assembly()) for launch in tile_launches)
 
 
-@pytest.mark.parametrize("number", [2, 3, 5, 7, 49, 98, 784, 12544, 2**20, 2**30 + 1])
-def test_division(number: int) -> None:
-    multiplier, shift = gpu._magic_division(number)
+@pytest.mark.parametrize("divisor", [2, 3, 5, 7, 49, 98, 784, 12544, 2**20, 2**30 + 1])
+def test_a_multiplication_and_a_shift_divide_exactly(divisor: int) -> None:
+    multiplier, bit_shift = gpu._magic_division(divisor)
     assert -(2**31) <= multiplier < 2**31
-    for n in (0, 1, number - 1, number, number + 1, 12345 * number - 1, 12345 * number, 2**31 - 1):
-        assert n >= 2**31 or (n * (multiplier % 2**32) >> 32) >> shift == n // number
+    for n in (0, 1, divisor - 1, divisor, divisor + 1, 12345 * divisor - 1, 12345 * divisor, 2**31 - 1):
+        assert n >= 2**31 or (n * (multiplier % 2**32) >> 32) >> bit_shift == n // divisor

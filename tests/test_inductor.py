@@ -5,10 +5,10 @@ import copy
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._functorch import config as functorch_config
@@ -16,23 +16,13 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 import syncbn
-from syncbn.kernels import cpu, operators
-from syncbn.ranks import calls
+from syncbn.kernels import cpu
 
 pytestmark = [
     pytest.mark.skipif(bool(cpu.load()), reason="needs a C++ compiler"),
     # Inductor calls deprecated functions of torch (torch 2.13, November 2026).
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def several_ranks(request: pytest.FixtureRequest, group_of_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile what several ranks compile. A graph of one rank has torch's F.batch_norm."""
-    if "torch_func" not in request.node.name:
-        monkeypatch.setattr(calls, "graph_call", lambda spec: calls.GraphCall(group_of_one))
-
-
 needs_torch_213 = pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="other versions generate other code"
 )
@@ -40,57 +30,62 @@ needs_torch_213 = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def without_caches(**options: object) -> Iterator[None]:
-    """Compile again: both caches may hold graphs that were compiled with other rules for the operators."""
+    """Compile again: both caches may contain graphs that were compiled with other rules for the operators."""
     torch._dynamo.reset()
     with config.patch(fx_graph_cache=False, **options), functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
 @needs_torch_213
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize(("is_forced", "is_padded"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("memory_format", "is_forced", "is_padded"),
+    [
+        (torch.contiguous_format, False, False),
+        (torch.channels_last, False, True),
+        (torch.contiguous_format, True, True),
+    ],
+    ids=str,
+)
 def test_no_input_of_an_operator_is_copied(
-    memory_format: torch.memory_format, is_forced: bool, is_padded: bool, monkeypatch: pytest.MonkeyPatch
+    fake_group: dist.ProcessGroup, memory_format: torch.memory_format, is_forced: bool, is_padded: bool
 ) -> None:
-    """Neither generated code nor the operators copy, even if Inductor makes convolutions channels last (`is_forced`)
-    and pads channels (`is_padded`), as it does on GPUs. Operators with torch.Tag.flexible_layout copied each padded dy,
-    and the expanded dy of the pooling twice, because two operators read it."""
-    copied, prepare = [], operators._prepare
-
-    def note_copies(x: Tensor, *options: Any, **tensors: Tensor | None) -> Any:
-        layout, results = prepare(x, *options, **tensors)
-        given = {"x": x, **tensors}
-        copied.extend(name for name, result in zip(given, results, strict=True) if result is not given[name])
-        return layout, results
-
-    monkeypatch.setattr(operators, "_prepare", note_copies)
+    """On GPUs Inductor makes convolutions channels last (`is_forced`) and pads channels (`is_padded`). Operators with
+    torch.Tag.flexible_layout would copy each padded dy, and the expanded dy of the pooling once for each operator."""
     torch.manual_seed(0)
     first = nn.Conv2d(3, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.ReLU()
     second = nn.Conv2d(8, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.Hardswish(), nn.Conv2d(8, 4, 3, bias=False)
     model = nn.Sequential(*first, *second, syncbn.SyncBatchNorm2d(4), nn.AdaptiveAvgPool2d(1))
-    model, x = (given.to(memory_format=memory_format) for given in (model, torch.randn(2, 3, 12, 12)))
-    eager = copy.deepcopy(model)
+    model, x = (value.to(memory_format=memory_format) for value in (model, torch.randn(2, 3, 12, 12)))
+    eager, compiled = copy.deepcopy(model), torch.compile(model, fullgraph=True)
     layout = {"layout_optimization": is_forced, "force_layout_optimization": is_forced}
-    gaps = {"comprehensive_padding": is_padded, "disable_padding_cpu": False, "padding_stride_threshold": 16}
-    with without_caches(**layout, **gaps):
-        output, [forward] = run_and_get_code(torch.compile(model, fullgraph=True), x)
+    padding = {"comprehensive_padding": is_padded, "disable_padding_cpu": False, "padding_stride_threshold": 16}
+    with without_caches(**layout, **padding):
+        output, [forward] = run_and_get_code(compiled, x)
         _, [backward] = run_and_get_code(lambda: output.sin().sum().backward())
+        model.zero_grad()
+        with torch.profiler.profile(acc_events=True) as profile:
+            compiled(x).sin().sum().backward()
     eager(x).sin().sum().backward()
     for actual, parameter in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, parameter.grad, rtol=1e-4, atol=1e-5)
-    assert "syncbn.forward_sums" in forward
-    assert "syncbn.backward_sums" in backward
     # The name of a generated loop lists its operations. The name of a copy lists only operations that read the copy.
     readers = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)_v4"
     assert not re.findall(rf"cpp_fused(?:_(?:{readers}))+_\d+\b", forward + backward)
-    assert not copied
+    events = [event for event in profile.events() if event.cpu_parent is not None]
+    inside_operators = {event.name for event in events if event.cpu_parent.name.startswith("syncbn::")}
+    assert "aten::new_empty" in inside_operators
+    assert not inside_operators & {"aten::clone", "aten::contiguous", "aten::copy_"}
 
 
 @needs_torch_213
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_relu_is_fused_with_the_bits_of_eager(memory_format: torch.memory_format, dtype: torch.dtype) -> None:
-    """In forward and backward, and in a graph without a backward."""
+@pytest.mark.filterwarnings("ignore:syncbn. NaN or infinity", "ignore:syncbn. If the input of a layer has NaN")
+@pytest.mark.parametrize(
+    ("memory_format", "dtype"), [(torch.contiguous_format, torch.float32), (torch.channels_last, torch.bfloat16)]
+)
+def test_a_relu_is_fused_with_the_bits_of_eager(
+    fake_group: dist.ProcessGroup, memory_format: torch.memory_format, dtype: torch.dtype
+) -> None:
+    """The relu is fused in forward and backward, and in a graph without a backward."""
     torch.manual_seed(0)
     layers = [syncbn.SyncBatchNorm2d(6, momentum=momentum) for momentum in (0.1, None)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(inplace=True)).to(dtype)
@@ -103,11 +98,10 @@ def test_a_relu_is_fused_with_the_bits_of_eager(memory_format: torch.memory_form
             y, forward = run_and_get_code(call, x)
             gradients, backward = run_and_get_code(torch.autograd.grad, y, [x, *call.parameters()], dy)
             with torch.no_grad():
-                z, alone = run_and_get_code(call, x)
+                z, inference = run_and_get_code(call, x)
         results.append([y, z, *gradients, *call.buffers()])
-        codes = [*forward, *backward, *alone]
-    for actual, expected in zip(*reversed(results), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+        codes = [*forward, *backward, *inference]
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
     assert len(codes) == 3
     assert "backward_sums" in codes[1]
     for code in codes:
@@ -115,33 +109,28 @@ def test_a_relu_is_fused_with_the_bits_of_eager(memory_format: torch.memory_form
 
 
 @needs_torch_213
-def test_a_relu_is_not_fused_if_another_operation_reads_y_or_it_is_a_relu6() -> None:
+def test_a_relu_is_not_fused_if_another_operation_reads_y_or_it_is_a_relu6(fake_group: dist.ProcessGroup) -> None:
+    layers, x = nn.ModuleList(syncbn.SyncBatchNorm1d(5) for _ in range(2)), torch.randn(8, 5, requires_grad=True)
 
-    def twice(y: Tensor) -> Tensor:
-        return y.relu() + y
+    def function(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        y = layers[0](x)
+        return nn.functional.relu6(layers[1](y.relu() + y))
 
-    def other(y: Tensor) -> Tensor:
-        return nn.functional.relu6(y)
-
-    for function in (twice, other):
-        layer, x = syncbn.SyncBatchNorm1d(5), torch.randn(8, 5, requires_grad=True)
-        expected = function(copy.deepcopy(layer)(x))
-        (expected_gradient,) = torch.autograd.grad(expected.sin().sum(), x)
-        with without_caches():
-            y, codes = run_and_get_code(torch.compile(lambda x, f=function, norm=layer: f(norm(x)), fullgraph=True), x)
-            (gradient,) = torch.autograd.grad(y.sin().sum(), x)
-        assert re.search(r"syncbn\.forward_outputs_v4\.default\(.*, False\)", codes[0])
-        torch.testing.assert_close((y, gradient), (expected, expected_gradient))
+    expected = function(copy.deepcopy(layers), x)
+    (expected_gradient,) = torch.autograd.grad(expected.sin().sum(), x)
+    with without_caches():
+        y, codes = run_and_get_code(torch.compile(function, fullgraph=True), layers, x)
+        (gradient,) = torch.autograd.grad(y.sin().sum(), x)
+    assert len(re.findall(r"syncbn\.forward_outputs_v4\.default\(.*, False\)", codes[0])) == 2
+    torch.testing.assert_close((y, gradient), (expected, expected_gradient))
 
 
 @needs_torch_213
-def test_buffers_are_updated_by_foreach_copies() -> None:
-    """Inductor compiles a foreach copy to one kernel on a GPU, and single copies to one kernel each."""
-    graphs = EagerAndRecordGraphs()
+def test_buffers_are_updated_by_foreach_copies(fake_group: dist.ProcessGroup) -> None:
+    """Inductor compiles a foreach copy to a single kernel on a GPU, and other copies to a kernel each."""
+    graphs, model = EagerAndRecordGraphs(), nn.Sequential(syncbn.SyncBatchNorm2d(3), syncbn.SyncBatchNorm2d(3))
     torch._dynamo.reset()
-    torch.compile(nn.Sequential(syncbn.SyncBatchNorm2d(3), syncbn.SyncBatchNorm2d(3)), backend=graphs, fullgraph=True)(
-        torch.randn(2, 3, 4, 5)
-    )
+    torch.compile(model, backend=graphs, fullgraph=True)(torch.randn(2, 3, 4, 5))
     names = [getattr(node.target, "__name__", node.target) for node in graphs.graphs[0].graph.nodes]
     assert names.count("_foreach_copy_") == 2
     assert not {"copy_", "add_"}.intersection(names)
@@ -157,12 +146,11 @@ def test_torch_func_in_a_graph_equals_eager(names: str, others_require_grad: boo
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
     outside = {name: value.clone().requires_grad_(others_require_grad) for name, value in values.items()}
 
-    def loss(given: dict[str, Tensor]) -> Tensor:
-        x, z, weight, bias = (outside | given).values()
+    def loss(inputs: dict[str, Tensor]) -> Tensor:
+        x, z, weight, bias = (outside | inputs).values()
         y = syncbn.functional.sync_batch_norm(x, None, None, weight, bias, training=True, z=z, fuse_relu=True)
         return y.sin().sum()
 
-    given = {name: values[name] for name in names.split()}
-    gradient = torch.func.grad(loss)
+    inputs, gradient = {name: values[name] for name in names.split()}, torch.func.grad(loss)
     compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(given), gradient(given), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(compiled(inputs), gradient(inputs), rtol=1e-4, atol=1e-5)

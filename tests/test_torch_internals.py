@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from syncbn import kernel_cache
 from syncbn import torch_internals as internals
 
+ignore_jit_warnings = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit")
 Function = Callable[[Tensor], Tensor]
 QUESTIONS: dict[str, Callable[[], object]] = {
     "eager": internals.is_eager,
@@ -41,7 +43,7 @@ QUESTIONS: dict[str, Callable[[], object]] = {
 }
 
 
-def within(context: Any, function: Function, x: Tensor) -> None:
+def call_within(context: Any, function: Function, x: Tensor) -> None:
     with context:
         function(x)
 
@@ -52,9 +54,9 @@ def recompute(function: Function, x: Tensor, **options: Any) -> None:
 
 
 SAVE_NOTHING = partial(create_selective_checkpoint_contexts, [])
-MODES: dict[str, tuple[Callable[[Function, Tensor], object], set[str]]] = {  # how to call a function; the answers yes
-    "profiler": (partial(within, torch.profiler.profile(acc_events=True)), {"profiler", "eager on a GPU only"}),
-    "dual level": (partial(within, forward_ad.dual_level()), {"forward mode", "vmap or forward mode"}),
+MODES: dict[str, tuple[Callable[[Function, Tensor], object], set[str]]] = {  # mode -> caller, questions with answer yes
+    "profiler": (partial(call_within, torch.profiler.profile(acc_events=True)), {"profiler", "eager on a GPU only"}),
+    "dual level": (partial(call_within, forward_ad.dual_level()), {"forward mode", "vmap or forward mode"}),
     "jvp": (lambda f, x: torch.func.jvp(f, (x,), (x,)), {"functorch", "forward mode", "vmap or forward mode"}),
     "vmap of grad": (
         lambda f, x: torch.vmap(torch.func.grad(f))(torch.stack((x, x))), {"functorch", "vmap", "vmap or forward mode"}
@@ -66,9 +68,9 @@ MODES: dict[str, tuple[Callable[[Function, Tensor], object], set[str]]] = {  # h
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit")  # from torch itself
+@ignore_jit_warnings
 @pytest.mark.parametrize("name", MODES)
-def test_each_mode_of_torch_is_detected_and_its_end_too(name: str) -> None:
+def test_each_mode_of_torch_is_detected_until_it_ends(name: str) -> None:
     call, expected = MODES[name]
     answers: list[set[str]] = []
 
@@ -88,21 +90,16 @@ def hooked(kind: str) -> nn.Module:
     return layer
 
 
-def compiled_in_place() -> nn.Module:
-    layer = nn.Linear(2, 2)
-    layer.compile(backend="eager")
-    return layer
-
-
 def test_predicates_of_tensors_and_modules() -> None:
-    x, layer, unhooked = torch.zeros(2), nn.Linear(2, 2), nn.Linear(2, 2)
+    x, layer, unhooked, compiled_in_place = torch.zeros(2), *(nn.Linear(2, 2) for _ in range(3))
     unhooked.register_forward_hook(lambda *_: None).remove()
+    compiled_in_place.compile(backend="eager")
     examples: dict[Callable[[Any], bool], tuple[list[Any], list[Any]]] = {  # arguments that give False; True
         internals.is_zero_tensor: ([x], [torch._efficientzerotensor(2)]),
         internals.is_wrapped: ([x], [escaped(x)]),
         internals.overlaps_itself: ([x, torch.zeros(6)[::2], torch.zeros(1).expand(1)], [x.expand(3, 2)]),
         internals.has_forward_hooks: ([unhooked, hooked("full_backward")], [hooked("forward"), hooked("forward_pre")]),
-        internals.is_compiled: ([layer], [torch.compile(layer, backend="eager"), compiled_in_place()]),
+        internals.is_compiled: ([layer], [torch.compile(layer, backend="eager"), compiled_in_place]),
     }
     for predicate, (no, yes) in examples.items():
         assert [*map(predicate, no + yes)] == [False] * len(no) + [True] * len(yes), predicate
@@ -116,7 +113,7 @@ def test_names_of_autograd_and_modules() -> None:
     assert "._replicate_for_data_parallel()" in inspect.getsource(torch.nn.parallel.replicate)  # SyncBatchNorm has one
 
 
-def test_guards_distinguish_tensors() -> None:
+def test_guards_distinguish_tensors_in_any_mode() -> None:
     """The answer is cached for the process, so it must not depend on the mode of the first call."""
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")):
         with mode():
@@ -124,24 +121,23 @@ def test_guards_distinguish_tensors() -> None:
 
 
 @pytest.mark.parametrize("tensor_guards", [None, lambda *_, **__: SimpleNamespace(check=lambda *_: True), lambda: None])
-def test_without_working_guards_no_kernel_is_cached(tensor_guards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_working_guards_no_kernel_is_cached(tensor_guards: Any) -> None:
     """A later torch may lack TensorGuards, accept any tensors, or have another signature."""
-    monkeypatch.setattr(internals, "TensorGuards", tensor_guards)
-    monkeypatch.setattr(internals, "guards_work", internals.guards_work.__wrapped__)
     kernels = iter(("first", "second"))
     cache = kernel_cache.Cache(lambda *_: next(kernels))
-    assert [cache.get("config", (torch.ones(2, 3), None)) for _ in range(2)] == ["first", "second"]
+    with mock.patch.multiple(internals, TensorGuards=tensor_guards, guards_work=internals.guards_work.__wrapped__):
+        assert [cache.get("config", (torch.ones(2, 3), None)) for _ in range(2)] == ["first", "second"]
 
 
 # Compiled graphs.
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit")  # from torch itself
-def test_questions_in_compiled_graphs() -> None:
-    """Graphs ask for transforms only, in any order. A constant may come from code that Dynamo cannot trace."""
+@ignore_jit_warnings
+def test_graphs_ask_for_transforms_in_any_order() -> None:
+    """A constant may come from code that Dynamo cannot trace."""
     x = torch.ones(2)
-    asked = torch.compile(lambda x: x + internals.is_eager() + internals.is_jit_tracing(), backend="eager")
-    assert torch.equal(asked(x), x)
+    compiled = torch.compile(lambda x: x + internals.is_eager() + internals.is_jit_tracing(), backend="eager")
+    assert torch.equal(compiled(x), x)
     constant = internals.constant_in_graphs(lambda: len(inspect.stack()) and 42)
 
     def ask(x: Tensor) -> Tensor:
@@ -157,18 +153,16 @@ def test_questions_in_compiled_graphs() -> None:
 def test_an_export_is_distinguished_from_a_compiled_graph() -> None:
     """Dynamo compiles both, and torch 2.11 reports every graph as an export."""
 
-    def add_one_in_exports(x: Tensor) -> Tensor:
-        return x + 1 if internals.is_exporting() else x
-
     class Model(nn.Module):
-        forward = staticmethod(add_one_in_exports)
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if internals.is_exporting() else x
 
-    x = torch.zeros(2)
-    assert torch.compile(add_one_in_exports, backend="eager", fullgraph=True)(x).tolist() == [0, 0]
-    assert torch.export.export(Model(), (x,), strict=True).module()(x).tolist() == [1, 1]
+    model, x = Model(), torch.zeros(2)
+    assert torch.compile(model, backend="eager", fullgraph=True)(x).tolist() == [0, 0]
+    assert torch.export.export(model, (x,), strict=True).module()(x).tolist() == [1, 1]
 
 
-def test_a_record_of_a_trace_is_that_of_one_frame() -> None:
+def test_a_record_of_a_trace_belongs_to_its_frame() -> None:
     """In another frame, and outside of any frame, the record is unknown."""
 
     def record_here(x: Tensor) -> Tensor:
@@ -186,10 +180,9 @@ def test_a_record_of_a_trace_is_that_of_one_frame() -> None:
 
 
 def test_stores_names_and_timeouts_of_groups(group_of_one: dist.ProcessGroup) -> None:
-    """all_reduce_operator leaves its argument unchanged."""
     values = torch.arange(3.0)
     internals.all_reduce_operator(values, group_of_one).add_(1)
-    assert torch.equal(values, torch.arange(3.0))
+    assert torch.equal(values, torch.arange(3.0)), "all_reduce_operator has changed its argument"
     internals.default_store().set("syncbn/test", "here")
     assert internals.default_store().get("syncbn/test") == b"here"
     second = dist.new_group([0], timeout=timedelta(seconds=33))
@@ -206,7 +199,7 @@ def test_the_ddp_that_broadcasts_a_buffer_is_found_in_its_forward(group_of_one: 
     assert found == [ddp, None]
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # from torch itself
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
 def test_a_stage_that_torch_builds_is_a_pipeline_stage(group_of_one: dist.ProcessGroup) -> None:
     """test_pipeline_schedules.py has the other class of stages."""
     from torch.distributed import pipelining  # here: syncbn searches for stages only once it is imported
@@ -219,13 +212,15 @@ def test_a_stage_that_torch_builds_is_a_pipeline_stage(group_of_one: dist.Proces
 # With None torch chooses the backends. "cuda:gloo" stands for "nccl" and "cuda:nccl", which need a GPU.
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", None, "cuda:gloo"])
 def test_device_of_a_group(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a group with gloo on the CPU uses all_to_all."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
-    world = dist.group.WORLD
+    world, is_gpu = dist.group.WORLD, backend == "cuda:gloo"
     for group in (world, dist.new_group([0], timeout=GROUP_TIMEOUT)):
-        assert str(internals.group_device(group)) == ("cuda:2" if backend == "cuda:gloo" else "cpu")
+        assert str(internals.group_device(group)) == ("cuda:2" if is_gpu else "cpu")
         assert internals.group_timeout(group) == GROUP_TIMEOUT
-    if backend == "cuda:gloo":
+        assert internals.all_to_all_size(group) == (not is_gpu)
+    if is_gpu:
         world.bound_device_id = torch.device("cuda", 1)
         assert internals.group_device(world) == torch.device("cuda", 1)
     dist.destroy_process_group()

@@ -18,6 +18,10 @@ COLLECTIVES = {"COLLECTIVE_SECONDS": "8"}  # read by faulty_job.py
 SETTINGS = ["--epochs", "1", "--steps", "20", "--width", "4"]
 
 
+def ip(arguments: str) -> str:
+    return subprocess.run(["ip", *arguments.split()], check=True, capture_output=True, text=True).stdout
+
+
 class Host:
     """A network namespace with a host name, which `ip netns exec` resolves by the namespace's own hosts file."""
 
@@ -30,9 +34,9 @@ class Host:
         """Run the command of docs/training_script.md for several hosts, which is the same on each host."""
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29500", "--rdzv-id", "job"]
         torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *rendezvous, *map(str, job)]
-        with_name = ["unshare", "--uts", "sh", "-c", f'hostname {self.name} && exec "$@"', "sh"]
-        command = ["ip", "netns", "exec", self.namespace, *with_name, *torchrun]
+        rename = ["unshare", "--uts", "sh", "-c", f'hostname {self.name} && exec "$@"', "sh"]
         with self.log.open("w") as log:
+            command = ["ip", "netns", "exec", self.namespace, *rename, *torchrun]
             self.agent = subprocess.Popen(command, env=ENVIRONMENT | COLLECTIVES, stdout=log, stderr=log)
 
     def finish(self) -> tuple[int, str]:
@@ -49,35 +53,31 @@ class Host:
         ip(f"netns del {self.namespace}")
 
 
-def ip(arguments: str) -> str:
-    return subprocess.run(["ip", *arguments.split()], check=True, capture_output=True, text=True).stdout
-
-
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[list[Host]]:
     """Create two hosts with a link between them."""
     if shutil.which("ip") is None:
         pytest.skip("ip, of the package iproute2, is not installed")
-    both = [Host(index, tmp_path) for index in range(2)]
-    names = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in both)]
+    hosts = [Host(index, tmp_path) for index in range(2)]
+    names = "\n".join(["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in hosts)])
     with contextlib.ExitStack() as stack:
         try:
-            for host in both:
+            for host in hosts:
                 ip(f"netns add {host.namespace}")
                 stack.callback(host.remove)
                 files = Path("/etc/netns") / host.namespace  # `ip netns exec` mounts these files over those in /etc
                 files.mkdir(parents=True)
                 stack.callback(shutil.rmtree, files)
-                (files / "hosts").write_text("\n".join(names))
-            ip(f"link add name {both[0].link} type veth peer name {both[1].link}")
-            for host in both:
+                (files / "hosts").write_text(names)
+            ip(f"link add name {hosts[0].link} type veth peer name {hosts[1].link}")
+            for host in hosts:
                 ip(f"link set {host.link} netns {host.namespace}")
                 ip(f"-n {host.namespace} addr add {host.address}/24 dev {host.link}")
                 for link in (host.link, "lo"):
                     ip(f"-n {host.namespace} link set {link} up")
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"network namespaces cannot be created here: {getattr(error, 'stderr', error)}")
-        yield both
+        yield hosts
 
 
 def test_two_hosts_train_as_one(hosts: list[Host], tmp_path: Path) -> None:
