@@ -93,7 +93,7 @@ def test_training_continues_with_fewer_ranks(folder: Path) -> None:
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", endpoint, "--rdzv-conf"]
     agents = []
     for index in range(2):  # The first torchrun has the store of the rendezvous.
-        options = f"is_host={index == 0},last_call_timeout=4,keep_alive_interval=1"
+        options = f"is_host={index == 0},last_call_timeout=2,keep_alive_interval=1"
         command = [*TORCHRUN, *elastic, *rendezvous, options, *digits(folder, steps=30)]
         with (folder / f"log {index}").open("w") as log:
             agents.append(subprocess.Popen(command, env=ENVIRONMENT | OWN_STORE, stdout=log, stderr=log))

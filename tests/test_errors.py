@@ -131,7 +131,7 @@ def test_eps_may_be_zero_in_evaluation_only(eps: float) -> None:
 
 @pytest.mark.parametrize("layer_class", [torch.nn.BatchNorm2d, BatchNormAct2d, CallsSuper2d])
 def test_errors_of_a_layer_name_it_and_the_remedy(layer_class: type[torch.nn.BatchNorm2d]) -> None:
-    """A subclass may call F.batch_norm, whose text is only "running_mean should contain 5 elements not 3"."""
+    """F.batch_norm, which a subclass may call, only raises "running_mean should contain 5 elements not 3"."""
 
     class Model(torch.nn.ModuleDict):
         def forward(self, x: Tensor) -> Tensor:

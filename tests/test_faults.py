@@ -1,7 +1,7 @@
 """Tests what ranks print, and that they end, if something goes wrong on the last rank of a job, faulty_job.py.
 
-docs/when_ranks_disagree.md has a table of these faults. The collectives of the job have a timeout of 3 s. The jobs of
-all selected tests run two at a time, because most of their time is spent waiting.
+docs/when_ranks_disagree.md has a table of the faults. The collectives of the job have a timeout of 3 s, in which a job
+computes nothing, so two jobs run at a time.
 """
 
 import contextlib
@@ -11,12 +11,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import start_ranks, wait_until
 from starter import Started
 
@@ -54,7 +54,7 @@ ENDED = r"last seen {}; its process \(\d+\) has ended"
 OF_TWO_MODELS = "in layer '1' forward, call 3; number {} of layer '1' in Sequential"
 OTHER_CHANNELS = f"({FIRST}; )?has called body.bn1 in Sequential with {{}} channels over ranks 0-1.*"
 FEWER_BATCHES = "Possible causes:\n- A rank has fewer batches"
-# DistributedDataParallel broadcasts buffers by default. That collective fails, and the first rank to fail reports.
+# The broadcast of buffers by DistributedDataParallel fails, and the first rank to fail reports.
 OUTSIDE = r"a collective outside of syncbn's layers failed on rank "
 
 FAULTS = {
@@ -66,7 +66,7 @@ FAULTS = {
     "one more step, DDP broadcasts buffers": Fault(
         "", OUTSIDE + r"1\.\n" + lines(f"{LAST}; has left", LAST) + FEWER_BATCHES, 2, 1
     ),
-    "one more step, then a barrier": Fault(  # in which the other ranks wait
+    "one more step, then a barrier": Fault(
         OUTSIDE + "0", lines(LAST + MAY_LEAVE, "in body.bn1 forward, call 7")
     ),
     "channels": Fault(
@@ -109,22 +109,11 @@ FAULTS = {
 }  # fmt: skip
 
 
-def text_of(rank: Started) -> str:
-    """Return the output of a rank without the prefix of torch's errors."""
-    return re.sub(r"^(\[rank\d+\]: )+", "", rank.text(), flags=re.MULTILINE)
-
-
-def run(name: str) -> tuple[list[int], list[str]]:
-    """Return the exit status of each rank of the job with this fault, and the output of each rank.
-
-    **Raises** AssertionError if a process is left.
-    """
-    num_ranks = FAULTS[name].num_ranks
-    with STARTING:
-        ranks, store = start_ranks(num_ranks, JOB, name)
+def finish(ranks: list[Started], store: dist.Store, is_stopped: bool = False) -> tuple[list[int], list[str]]:
+    """Return the exit status and the output of each rank, without the prefix of torch's errors. If the last rank stops
+    itself, continue it after the end of rank 0. **Raises** AssertionError if a process is left."""
     try:
-        store.wait([f"rank {rank} is there" for rank in range(num_ranks)], timedelta(minutes=10))
-        if name.startswith("stopped"):
+        if is_stopped:
             wait_until(lambda: "stopped" in process_state(ranks[-1].pid))
             ranks[0].wait()
             os.kill(ranks[-1].pid, signal.SIGCONT)
@@ -137,7 +126,15 @@ def run(name: str) -> tuple[list[int], list[str]]:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
-    return statuses, [*map(text_of, ranks)]
+        del store
+    return statuses, [re.sub(r"^(\[rank\d+\]: )+", "", rank.text(), flags=re.MULTILINE) for rank in ranks]
+
+
+def run(name: str) -> tuple[list[int], list[str]]:
+    """Run the job with a fault."""
+    with STARTING:
+        ranks, store = start_ranks(FAULTS[name].num_ranks, JOB, name)
+    return finish(ranks, store, is_stopped=name.startswith("stopped"))
 
 
 Job = Future[tuple[list[int], list[str]]]
@@ -167,12 +164,12 @@ import torch.distributed as dist
 import syncbn
 from syncbn.ranks.positions import ThisRank
 
-of_test, rank, size = next(dist.rendezvous("env://"))
+rendezvous_store, rank, size = next(dist.rendezvous("env://"))
 if rank == 0:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    of_test.set("port", str(store.port))
+    rendezvous_store.set("port", str(store.port))
 else:
-    store = dist.TCPStore("127.0.0.1", int(of_test.get("port")), is_master=False, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", int(rendezvous_store.get("port")), is_master=False, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 layer = syncbn.SyncBatchNorm(3)
 layer(torch.randn(4, 3))
@@ -186,13 +183,11 @@ layer(torch.randn(4, 3 if rank < 2 else 2))
 def test_the_rank_that_has_the_store_leaves_last(tmp_path: Path) -> None:
     """Rank 0 raises as all ranks do, and would end at once, and with it the reports that the others read late."""
     (program := tmp_path / "program.py").write_text(WITH_OWN_STORE)
-    ranks, store = start_ranks(3, program)
-    assert [rank.wait() != 0 for rank in ranks] == [True] * 3
+    statuses, texts = finish(*start_ranks(3, program))
     error = "syncbn: another rank failed in SyncBatchNorm forward, call 2.\nrank 2: ValueError: expected 3 channels"
-    for rank in ranks[:2]:
-        assert f"ValueError: {error}" in text_of(rank), rank.text()
-    assert "ValueError: SyncBatchNorm: expected 3 channels" in ranks[2].text()
-    del store
+    assert 0 not in statuses
+    assert all(f"ValueError: {error}" in text for text in texts[:2]), texts
+    assert "ValueError: SyncBatchNorm: expected 3 channels" in texts[2]
 
 
 WITH_A_TIE = """
@@ -210,12 +205,11 @@ def test_an_error_of_a_rank_that_gloo_ends(tmp_path: Path) -> None:
     """The arguments of rank 1 do not agree on the number of channels, so rank 1 joins the all_reduce with another size,
     and gloo aborts it. Rank 0 reports the error."""
     (program := tmp_path / "program.py").write_text(WITH_A_TIE)
-    (healthy, faulty), store = start_ranks(2, program)
-    assert healthy.wait() != 0
-    assert faulty.wait() == -signal.SIGABRT, faulty.text()
+    statuses, (text, _) = finish(*start_ranks(2, program))
+    assert statuses[0] != 0
+    assert statuses[1] == -signal.SIGABRT
     error = r"rank 1: (last seen )?in sync_batch_norm forward, call 1; .*has raised ValueError: expected 3 channels"
-    assert re.search(error, healthy.text()), healthy.text()
-    del store
+    assert re.search(error, text), text
 
 
 WITH_NEW_PARTNER = """
@@ -224,12 +218,12 @@ import torch.distributed as dist
 import syncbn
 from syncbn.ranks import positions
 
-of_test, process, _ = next(dist.rendezvous("env://"))
-positions.default_store = lambda: of_test  # one for both groups, as torchrun's
+rendezvous_store, process, _ = next(dist.rendezvous("env://"))
+positions.default_store = lambda: rendezvous_store  # one for both groups, as torchrun's
 positions.ThisRank.read = None
 for number, processes in enumerate(([0, 1], [0, 2])):
     if process in processes:
-        store, rank = dist.PrefixStore(f"group {number}", of_test), processes.index(process)
+        store, rank = dist.PrefixStore(f"group {number}", rendezvous_store), processes.index(process)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         model = syncbn.convert_syncbn_model(torch.nn.BatchNorm1d(3))
         for _ in range(3):
@@ -242,11 +236,4 @@ for number, processes in enumerate(([0, 1], [0, 2])):
 def test_a_new_process_on_an_old_rank(tmp_path: Path) -> None:
     """In the earlier group the rank was another process. No rank reads the values of that process, and none warns."""
     (program := tmp_path / "program.py").write_text(WITH_NEW_PARTNER)
-    processes, store = start_ranks(3, program)
-    try:
-        for process in processes:
-            assert (process.wait(), process.text()) == (0, "")
-    finally:
-        for process in processes:
-            process.kill()
-        del store
+    assert finish(*start_ranks(3, program)) == ([0, 0, 0], ["", "", ""])

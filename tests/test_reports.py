@@ -1,4 +1,4 @@
-"""Tests what a report of one rank says about all ranks: their positions and the causes, also if the store fails."""
+"""Tests the report of one rank about all ranks: positions and causes, also if the store fails."""
 
 import itertools
 import json
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -107,15 +108,23 @@ def test_a_position_that_changes_while_it_is_read(reader: ThisRank, changed: dic
 # Causes. tests/distributed/test_waits.py has the causes of waits, and mixtures.py those of ranks that differ.
 
 
-class Waiting:
-    position = staticmethod(lambda: position(3))
+class Waiting(NamedTuple):
+    here: Position
+
+    def position(self) -> Position:
+        return self.here
 
 
-HERE, LATE = position(3), position(2, "backward")
+HERE, LATE, LEFT = position(3), position(2, "backward"), position(2, "backward", departure="has left")
+VALIDATING = HERE._replace(lacks_grad=True)
 FAILED = HERE._replace(error="has raised RuntimeError: syncbn: a collective failed on rank 1 after 3.0 s.")
-CAUSES = {
-    "one rank of three waits": ([HERE, LATE, LATE], Waiting(), [report.EXTRA_CALL]),
-    "two ranks of three wait": ([HERE, HERE, LATE], Waiting(), [report.LATE]),
+# The positions of all ranks and of the reader, which is None outside of layers, and the first cause.
+CAUSES: dict[str, tuple[list[Position], Position | None, list[str]]] = {
+    "one rank of three waits": ([HERE, LATE, LATE], HERE, [report.EXTRA_CALL]),
+    "two ranks of three wait": ([HERE, HERE, LATE], HERE, [report.LATE]),
+    "all ranks wait in one call, as another thread uses the group": ([HERE, HERE], HERE, [report.ONE_CALL]),
+    "a rank has left": ([HERE, LEFT], HERE, [report.FEWER_BATCHES]),
+    "validation after a rank has left": ([VALIDATING, LEFT], VALIDATING, [report.EXTRA_CALL]),
     "an error because another rank failed": ([LATE, FAILED], None, [report.OUTSIDE]),
     "an error": ([LATE, HERE._replace(error="has raised KeyError: 1")], None, []),
 }
@@ -123,8 +132,10 @@ CAUSES = {
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_first_cause(name: str) -> None:
-    read_positions, wait, first_cause = CAUSES[name]
-    assert report._causes(read_positions, wait)[:1] == first_cause
+    read_positions, here, first_cause = CAUSES[name]
+    causes = report._causes(read_positions, here and Waiting(here))
+    assert causes[:1] == first_cause
+    assert len(causes) <= 3
 
 
 ERRORS = [  # an error that ends a program, and whether a collective has raised it
@@ -203,7 +214,7 @@ def test_a_position_is_written_until_the_store_accepts_it(reader: ThisRank) -> N
 
 @pytest.mark.parametrize("reader", [dist.FileStore], indirect=True)
 def test_a_file_gets_a_position_that_two_polls_have_found(reader: ThisRank) -> None:
-    """A file grows with each write: in a week by gigabytes if every new position was written."""
+    """A file grows with each write. A job of a week would otherwise write gigabytes to it."""
     reader.departure = "has left"
     found = watchdog._poll(reader, reader.written_position)
     assert reader.written_position != found == reader.position()

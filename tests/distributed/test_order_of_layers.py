@@ -80,8 +80,8 @@ OTHER_ORDERS = {
 def test_another_order_of_models_of_one_class_raises(
     ranks: Ranks, name: str, build_model: Callable[[], nn.Module]
 ) -> None:
-    """The first mixed call looks as if a rank had reloaded its model. The ranks agree on a new number, and the number
-    that they give up may not occur again."""
+    """At first the ranks may take the other model for a reloaded model, and agree on a new number. Then the old number
+    is retired."""
     models, orders = collections.defaultdict(build_model), OTHER_ORDERS[name]
     *letters, last = orders[ranks.rank != 1]
     train(*(models[letter] for letter in letters), num_steps=1)
@@ -212,7 +212,7 @@ def test_a_conversion_that_changes_no_name_changes_no_number(ranks: Ranks) -> No
 @AT_EITHER_RANK
 @pytest.mark.parametrize("counted", ["A", "AA", "AB"])
 def test_one_rank_counts_flops_first(ranks: Ranks, counted: str, at: int) -> None:
-    """Its calls under FakeTensorMode give its models numbers on which the ranks have not agreed."""
+    """The calls under FakeTensorMode give models of this rank numbers on which the ranks have not agreed."""
     models = {"A": build(), "B": build()}
     if ranks.rank == at:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -236,7 +236,7 @@ def test_calls_of_one_rank_in_an_earlier_default_group(ranks: Ranks, training: b
 
 @AT_EITHER_RANK
 def test_one_rank_wraps_a_block_and_evaluates_other_models(ranks: Ranks, at: int) -> None:
-    """It may wrap a block to time it: names are those of the conversion. The other models are of the same class."""
+    """A profiler may wrap a block. Layers keep the names of the conversion. The other models are of the same class."""
     called = first, second = build(), build()
     if ranks.rank == at:
         build().eval()(x())
@@ -263,8 +263,8 @@ def test_layers_that_are_called_several_times() -> None:
 @AT_EITHER_RANK
 @pytest.mark.parametrize("num_compiled", [1, 2])
 def test_one_rank_is_compiled_at_first(ranks: Ranks, num_compiled: int, at: int) -> None:
-    """A compiled rank sends zeros for the signature. Its first eager calls of two models come after the other rank's,
-    and in another order."""
+    """A compiled rank sends zeros for the signature. The first eager calls of its models come after the calls of the
+    other rank, and in another order."""
     models = first, second = build(), build()
     compiled = [torch.compile(model, backend="aot_eager", fullgraph=True) for model in models]
     train(*(compiled if ranks.rank == at else models)[:num_compiled])
@@ -279,7 +279,7 @@ def test_one_rank_is_compiled_at_first(ranks: Ranks, num_compiled: int, at: int)
 @pytest.mark.compiles
 @pytest.mark.parametrize("num_compiled", [1, 2])
 def test_backwards_after_compiled_calls_of_one_rank(ranks: Ranks, num_compiled: int) -> None:
-    """Compiled calls are not counted, so the counts of the ranks differ for good. That is no fault, and hides none."""
+    """Compiled calls are not counted, so the counts of the ranks differ from then on. Other errors are still found."""
     model = build()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     losses = [loss(model), *(loss(compiled if ranks.rank else model) for _ in range(num_compiled)), loss(model)]

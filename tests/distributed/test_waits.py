@@ -1,6 +1,6 @@
 """Tests that a rank which waits or fails reports where all ranks are, and that healthy waits are not reported.
 
-Rank 1 is late until rank 0 has reported what is expected. tests/test_reports.py has the lines and causes of reports.
+Rank 1 is late until rank 0 has reported the expected text. tests/test_reports.py has the lines and causes of reports.
 """
 
 import contextlib
@@ -39,9 +39,6 @@ pytestmark = [
 ]
 X = torch.randn(4, 3, requires_grad=True)
 WRITTEN = r"(; written \S+ s ago)?"
-FAST_OR_DISPATCHED = pytest.mark.parametrize(
-    "context", [contextlib.nullcontext, CountCollectives], ids=["fast path", "dispatched"]
-)
 
 
 def first_cause(cause: str) -> str:
@@ -51,8 +48,8 @@ def first_cause(cause: str) -> str:
 
 @pytest.fixture
 def new_group(ranks: Ranks) -> None:
-    """Create a default group in which no layer has been called. Both ranks count it by one number, above those of all
-    earlier groups, although in other tests one rank alone may have called a layer in a group."""
+    """Create a default group in which no layer has been called. Give it one number on both ranks, above the numbers of
+    earlier groups, because in other tests one rank alone may have called a layer in a group."""
     start = torch.tensor(next(positions._default_groups))
     dist.all_reduce(start, dist.ReduceOp.MAX)
     positions._default_groups = itertools.count(int(start))
@@ -77,7 +74,7 @@ def call_without_gradient(model: nn.Module) -> None:
     model(X)
 
 
-# Situations in which rank 0 waits for rank 1, which is late.
+# What the late rank does. It calls `wait` where it is late.
 
 
 def evaluate_then_step(model: nn.Module, wait: Callable[[], None]) -> None:
@@ -112,28 +109,20 @@ class Situation(NamedTuple):
     late_place: str = "last seen after bn1 backward, call 2"
     waits: Callable[[nn.Module], object] = step  # the call of the other rank
     waiting_place: str = "in bn1 forward, call 3"
-    late_rank: int = 1
 
 
 LATE_STEP = lambda model, wait: (wait(), step(model))  # noqa: E731
 LATE_CALL = lambda model, wait: (wait(), model(X))  # noqa: E731
 FIRST, UNSEEN = "in bn1 forward, call 1", "has not been seen"
+EVALUATES = "last seen after bn1 backward, call 2; the layer is in evaluation mode now"
 SITUATIONS = {
     "slow loader": Situation(report.LATE, LATE_STEP),
-    "slow loader of rank 0": Situation(report.LATE, LATE_STEP, late_rank=0),
     "validation in training mode": Situation(report.EXTRA_CALL, LATE_CALL, waits=call_without_gradient),
     "FLOPs counted before training": Situation(report.EXTRA_CALL, LATE_CALL, UNSEEN, call_without_gradient, FIRST),
-    "evaluation on one rank": Situation(
-        report.EVALUATION,
-        evaluate_then_step,
-        "last seen after bn1 backward, call 2; the layer is in evaluation mode now",
-    ),
+    "evaluation on one rank": Situation(report.EVALUATION, evaluate_then_step, EVALUATES),
     "model not converted": Situation(report.NOT_CONVERTED, train_without_conversion, UNSEEN, step, FIRST),
     "backward left out": Situation(
-        report.OTHER_LAYERS,
-        leave_out_backward,
-        "last seen after bn2 forward, call 3",
-        waiting_place="in bn2 backward, call 3",
+        report.OTHER_LAYERS, leave_out_backward, "last seen after bn2 forward, call 3", step, "in bn2 backward, call 3"
     ),
     "compiled on one rank": Situation(report.NOT_CONVERTED, compile_slowly, UNSEEN, lambda model: model(X), FIRST),
 }
@@ -148,108 +137,55 @@ def test_first_cause_of_a_wait(ranks: Ranks, reports: Reports, name: str) -> Non
     for _ in range(0 if situation.waiting_place == FIRST else 2):
         step(model)
     dist.barrier()
-    if ranks.rank == situation.late_rank:
-        places = [situation.waiting_place, situation.late_place][:: 1 if ranks.rank else -1]
-        lines = "".join(rf"rank {rank}: {place}{WRITTEN}\n" for rank, place in enumerate(places))
-        situation.late(model, lambda: reports.wait_for(lines + first_cause(situation.cause), 1 - ranks.rank))
+    if ranks.rank == 1:
+        lines = rf"rank 0: {situation.waiting_place}{WRITTEN}\nrank 1: {situation.late_place}{WRITTEN}\n"
+        situation.late(model, lambda: reports.wait_for(lines + first_cause(situation.cause)))
     else:
         situation.waits(model)
     dist.barrier()
 
 
-@pytest.mark.usefixtures("new_group")
-@pytest.mark.parametrize(("call", "cause"), [(step, report.FEWER_BATCHES), (call_without_gradient, report.EXTRA_CALL)])
-def test_first_cause_of_an_error_after_a_rank_has_left(
-    ranks: Ranks, call: Callable[[nn.Module], object], cause: str
-) -> None:
-    model = syncbn.convert_syncbn_model(Net())
-    for _ in range(2):
-        step(model)
-    dist.barrier()
-    text = ""
-    if ranks.rank == 1:
-        voting.world.leave()
-    else:
-        with pytest.raises(RuntimeError) as raised:
-            call(model)
-        text = str(raised.value)
-        del raised  # It holds the group.
-    voting.world.make_anew()
-    assert ranks.rank == 1 or re.search(first_cause(cause), text), text
+# Errors of one rank, for which other ranks may wait.
 
 
-# Errors of one rank alone.
+def fail(*_: object) -> None:
+    raise MemoryError("no room")
 
 
-# The call of the other rank, the all_reduce in which it waits, the call of rank 1 and its error.
-LONE_ERRORS: dict[str, tuple[Callable[..., object], str, Callable[..., object], str]] = {
-    "forward": (
-        lambda layer, y: layer(X),
-        "SyncBatchNorm forward, call 2",
-        lambda layer, y: syncbn.SyncBatchNorm(3, device="meta")(X),
+# A call that raises without an all_reduce, or after it, and the error. `hooked` is an output with hooks that fail.
+ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], object], str]] = {
+    "layer on meta": (
+        lambda y, hooked: syncbn.SyncBatchNorm(3, device="meta")(X),
         "ValueError: the input is on cpu but running_mean on meta",
     ),
-    "backward": (
-        lambda layer, y: y.sum().backward(),
-        "SyncBatchNorm backward, call 1",
-        lambda layer, y: y.sum().backward(retain_graph=True),
-        "MemoryError: no room",
-    ),
-    "batch_norm_backward": (
-        lambda layer, y: batch_norm_backward(X, X, torch.zeros(3), torch.ones(3)),
-        r"batch_norm_backward backward, call \d+",
-        lambda layer, y: batch_norm_backward(X, X, torch.zeros(3, device="meta"), torch.ones(3, device="meta")),
+    "statistics on meta": (
+        lambda y, hooked: batch_norm_backward(X, X, torch.zeros(3, device="meta"), torch.ones(3, device="meta")),
         "ValueError: the input is on cpu but mean on meta",
     ),
+    "saved tensors": (lambda y, hooked: hooked.sum().backward(), "MemoryError: no room"),
+    "output": (lambda y, hooked: syncbn.SyncBatchNorm(3)(X), "MemoryError: no room"),
+    "gradient": (lambda y, hooked: y.sum().backward(), "MemoryError: no room"),
 }
 
 
-@FAST_OR_DISPATCHED
-@pytest.mark.parametrize("name", LONE_ERRORS)
-def test_the_error_of_a_rank_that_joins_no_all_reduce_is_reported(
-    ranks: Ranks, reports: Reports, name: str, context: Callable[[], Any]
+@pytest.mark.parametrize("context", [contextlib.nullcontext, CountCollectives], ids=["fast path", "dispatched"])
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_of_one_rank_is_recorded(
+    ranks: Ranks, name: str, context: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program handles the error: tensors on a device without all_reduce, or a hook of saved tensors, such as that
-    of activation checkpointing."""
-    call, place, failing_call, error = LONE_ERRORS[name]
-    layer, hook_errors = syncbn.SyncBatchNorm(3), [MemoryError("no room")] * ranks.rank
-
-    def unpack(tensor: Tensor) -> Tensor:
-        if hook_errors:
-            raise hook_errors.pop()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-        y = layer(X)
-    with context():
-        if ranks.rank == 1:
-            with pytest.raises((MemoryError, ValueError)):
-                failing_call(layer, y)
-            reports.wait_for(
-                rf"rank 0 has waited \d+ s for others\.\nrank 0: in {place}{WRITTEN}\n"
-                rf"rank 1: last seen after SyncBatchNorm forward, call 1; has raised (\w+: )?{error}.*\n"
-                r"(?!Possible causes)"
-            )
-        call(layer, y)
-    dist.barrier()
-
-
-@FAST_OR_DISPATCHED
-@pytest.mark.parametrize("pass_name", ["forward", "backward"])
-def test_an_error_after_the_all_reduce_is_recorded(
-    ranks: Ranks, pass_name: str, context: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank may have no memory for the output; the other ranks then wait in the next collective."""
-
-    def fail(*_: object) -> None:
-        raise MemoryError("no room for y")
-
+    """Ranks that wait for this rank report the error, also if the program handles it: see test_groups.py. (Here all
+    ranks fail, and none waits.)"""
+    call, error = ERRORS[name]
     y = syncbn.SyncBatchNorm(3)(X)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, fail):
+        hooked = syncbn.SyncBatchNorm(3)(X)
     for back_end in (cpu, operators, reference):
-        monkeypatch.setattr(getattr(back_end, pass_name.capitalize()), f"{pass_name}_outputs", fail)
-    with context(), pytest.raises(MemoryError, match="no room for y"):
-        syncbn.SyncBatchNorm(3)(X) if pass_name == "forward" else y.sum().backward()
-    assert "has raised MemoryError: no room for y" in watchdog.this_rank().position().error
+        monkeypatch.setattr(back_end.Forward, "forward_outputs", fail)
+        monkeypatch.setattr(back_end.Backward, "backward_outputs", fail)
+    with context(), pytest.raises((MemoryError, ValueError)):
+        call(y, hooked)
+    assert error in watchdog.this_rank().position().error
+    dist.barrier()
 
 
 def test_a_gpu_error_is_raised_with_a_note(ranks: Ranks, wrap_all_reduce: Callable[..., None]) -> None:
@@ -321,8 +257,7 @@ def test_a_rank_that_is_35_s_late(
 
 
 def test_other_waits_are_not_reported(ranks: Ranks, reports: Reports) -> None:
-    """Ranks wait for data, in a hook of backward, in many short collectives and in evaluation, each for longer than
-    half a second."""
+    """Ranks wait for data, in a hook of backward, in many short collectives and in evaluation."""
     layer = syncbn.SyncBatchNorm(3)
     dist.barrier()  # On a busy machine a rank may be late.
     y = layer(X)
@@ -340,23 +275,8 @@ def test_other_waits_are_not_reported(ranks: Ranks, reports: Reports) -> None:
     assert not reports.text
 
 
-def test_another_thread_on_the_same_group(ranks: Ranks, reports: Reports, wrap_all_reduce: Callable[..., None]) -> None:
-    """A collective of the thread of dcp.async_save meets a collective of a layer, so all ranks wait in one call. Here
-    rank 1 waits inside the collective."""
-    expected = rf"ranks 0-1: in SyncBatchNorm forward, call 1{WRITTEN}\nAll ranks are .*=dist\.new_group\(\)"
-
-    def all_reduce_late(all_reduce: Callable[..., Tensor], *arguments: object) -> Tensor:
-        for rank in range(2 * ranks.rank):
-            reports.wait_for(expected, rank)
-        return all_reduce(*arguments)
-
-    wrap_all_reduce(all_reduce_late)
-    syncbn.SyncBatchNorm(3)(X)
-    dist.barrier()  # All ranks have read the positions.
-
-
 def test_a_wait_of_one_of_two_threads(ranks: Ranks, reports: Reports) -> None:
-    """One thread waits in a layer, while another thread trains a layer of another group."""
+    """The other thread trains a layer of another group."""
     waiting, training = (syncbn.SyncBatchNorm(3, process_group=dist.new_group()) for _ in range(2))
     for layer in (waiting, training):
         layer(X)
