@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
+from syncbn.functional import sync_batch_norm
 from syncbn.ranks.positions import process_state
 from syncbn.ranks.watchdog import this_rank
 
@@ -174,6 +175,8 @@ def train() -> None:
         os.environ["NCCL_HOSTID"] = str(RANK)  # nccl refuses two ranks of one host on one GPU
         torch.set_default_device("cuda")
     dist.init_process_group(BACKEND, store=STORE, rank=RANK, world_size=RANKS, timeout=TIMEOUT)
+    if FAULT == "two numbers of channels":
+        sync_batch_norm(torch.randn(2, 4), None, None, torch.ones(3 if AT_FAULT else 4), training=True)
     channels = 5 if AT_FAULT and FAULT == "channels" else 4
     body = Body(channels)
     model = nn.Sequential(OrderedDict(linear=nn.Linear(3, channels), body=body))
