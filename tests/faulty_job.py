@@ -1,9 +1,10 @@
-"""One rank of a small training job in which the last rank does something wrong in its third step; see faults.py.
+"""One rank of a small training job in which the last rank does something wrong in its third step.
 
-python tests/faulty_job.py FAULT [FOLDER]         with the environment variables of torchrun
+    python tests/faulty_job.py FAULT [FOLDER]         with the environment variables of torchrun
+
+test_faults.py, test_two_hosts.py and scripts/gpu_run.py run it, and have the names of the faults.
 """
 
-import functools
 import os
 import signal
 import sys
@@ -23,22 +24,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
+from syncbn.functional import sync_batch_norm
 from syncbn.ranks.positions import process_state
 from syncbn.ranks.watchdog import this_rank
 
 TIMEOUT = timedelta(seconds=int(os.environ.get("COLLECTIVE_SECONDS", 3)))
-BACKEND = os.environ.get("TESTS_BACKEND", "gloo")  # with nccl all ranks share a GPU
+BACKEND = os.environ.get("TESTS_BACKEND", "gloo")  # With nccl all ranks share a GPU.
 DEVICE = "cuda" if BACKEND == "nccl" else "cpu"
 STEPS, FAULTY_STEP = 6, 3
 FAULT, *FOLDER = sys.argv[1:]
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 AT_FAULT = RANK == RANKS - 1
 STORE, _, _ = next(dist.rendezvous("env://"))
-HAS_LESS = FAULT.startswith("one batch less")  # DistributedDataParallel has its defaults
+HAS_LESS = FAULT.startswith("one batch less")  # DDP has its default arguments.
 
 
 class Body(nn.Module):
-    """Three layers, of which the rank at fault treats the later two as FAULT says."""
+    """Three layers. In a faulty step the call of the later two depends on FAULT."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -65,12 +67,10 @@ def wait_until_written() -> None:
     wait_until(lambda: rank.written_position == rank.position())
 
 
-def send_itself(signal_number: int, *_: object) -> None:
+def kill(signal_number: int = signal.SIGKILL) -> None:
+    """Send the signal to this rank."""
     wait_until_written()
     os.kill(os.getpid(), signal_number)
-
-
-kill = functools.partial(send_itself, signal.SIGKILL)
 
 
 def kill_in_collective() -> None:
@@ -80,7 +80,7 @@ def kill_in_collective() -> None:
 
 
 def fork(model: nn.Module) -> None:
-    """Call the model in a child that has this process's group."""
+    """Call the model in a child process, which has the group of this process."""
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
@@ -95,16 +95,16 @@ def fork(model: nn.Module) -> None:
 
 def before_step(model: nn.Sequential) -> None:
     """What all ranks do before the faulty step."""
-    if FAULT == "threads":  # each layer in one of its own
+    if FAULT == "threads":  # a thread for each layer
         layers, calls = [model.body.bn1, model.body.bn2], []
         with ThreadPoolExecutor() as threads:
             for layer in reversed(layers) if AT_FAULT else layers:
                 calls.append(threads.submit(lambda layer: [layer(torch.randn(4, 4)) for _ in range(20)], layer))
-                time.sleep(0.5)  # else the ranks' threads may keep step, for ever
+                time.sleep(0.5)  # Otherwise the threads of the ranks may stay in step.
         for call in calls:
             call.result()
     if FAULT == "members":
-        timeout = timedelta(seconds=1) if AT_FAULT else TIMEOUT  # of five attempts to connect
+        timeout = timedelta(seconds=1) if AT_FAULT else TIMEOUT  # The rank at fault connects five times.
         model.body.bn1.process_group = dist.new_group(list(range(RANKS - (not AT_FAULT))), timeout=timeout)
     if FAULT == "sizes of groups":
         model.body.bn1.process_group = 2 if AT_FAULT else RANKS
@@ -112,7 +112,7 @@ def before_step(model: nn.Sequential) -> None:
         model.body.bn1.process_group = RANKS
     if FAULT == "replay":
         replay(model)
-    if FAULT == "link cut":  # between hosts, by the test
+    if FAULT == "link cut":  # The test cuts the link between two hosts.
         wait_until_written()
         Path(*FOLDER, f"rank {RANK}").touch()
         wait_until(Path(*FOLDER, "cut").exists)
@@ -125,7 +125,7 @@ def before_step(model: nn.Sequential) -> None:
 
 
 def replay(model: nn.Sequential) -> None:
-    """A CUDA graph of each rank has another layer."""
+    """Capture and replay a CUDA graph, which has another layer on the rank at fault."""
     layer, x, graph = model.body.bn2 if AT_FAULT else model.body.bn1, torch.randn(4, 4), torch.cuda.CUDAGraph()
     with torch.no_grad():
         with torch.cuda.graph(graph):
@@ -135,45 +135,29 @@ def replay(model: nn.Sequential) -> None:
         layer(x)
 
 
-def inputs(fault: str, dtype: torch.dtype) -> Tensor:
-    """A rank's batch in a step in which it has this fault."""
-    x = torch.randn(4, 3, dtype=dtype)
+def inputs(fault: str) -> Tensor:
+    """Return the batch of this rank in a step with this fault."""
+    x = torch.randn(4, 3)
     if fault == "NaN":
         x[0, 0] = torch.nan
     return x[: 1 - AT_FAULT] if fault == "one value" else x
 
 
-def remake_group(_: object) -> None:
+def recreate_group() -> None:
     dist.destroy_process_group()
     dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
-def fail_to_load(_: object) -> None:
-    raise OSError("cannot read image 17")
-
-
 BEFORE_FAULTY_STEP: dict[str, Callable[[nn.Module], object]] = {
-    "another eps": lambda model: setattr(model.body.bn1, "eps", 1e-3),
-    "in evaluation": lambda model: model.eval(),
-    "exception in the data loader": fail_to_load,
-    "stopped for longer than the time-out": functools.partial(send_itself, signal.SIGSTOP),
+    "stopped for longer than the time-out": lambda model: kill(signal.SIGSTOP),
     "sleeps": lambda model: time.sleep(34),
-    "group destroyed": lambda model: dist.destroy_process_group(),
-    "group made anew": remake_group,
+    "group made anew": lambda model: recreate_group(),
     "fork after use": fork,
 }
 
 
-def differentiate_two_calls(model: nn.Module, body: Body) -> None:
-    """As a gradient for each task."""
-    for step in range(1, STEPS):
-        losses = [body.bn1(torch.randn(4, 4, requires_grad=True)).square().mean() for _ in range(2)]
-        for loss in reversed(losses) if AT_FAULT and step == FAULTY_STEP else losses:
-            loss.backward()
-
-
-def train_two_models(*_: object) -> None:
-    """A generator and a discriminator, whose layers have the same name."""
+def train_two_models() -> None:
+    """Train a generator and a discriminator, whose layers have the same name."""
     models = [syncbn.convert_syncbn_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))) for _ in range(2)]
     models = [*map(DistributedDataParallel, models)]
     for step in range(1, STEPS):
@@ -181,34 +165,27 @@ def train_two_models(*_: object) -> None:
             model(torch.randn(4, 3)).square().mean().backward()
 
 
-OTHER_JOBS = {
-    "backwards in another order": differentiate_two_calls,
-    "two models, another order": train_two_models,
-}
-
-
 def train() -> None:
-    warnings.simplefilter("ignore", FutureWarning)  # DistributedDataParallel's of broadcast_buffers
+    warnings.simplefilter("ignore", FutureWarning)  # of DDP's argument broadcast_buffers
     show, warned = warnings.showwarning, threading.Event()
     warnings.showwarning = lambda *arguments: (show(*arguments), warned.set())
-    STORE.set(f"rank {RANK} is there", str(os.getpid()))  # one may start much later than the others
+    STORE.set(f"rank {RANK} is there", str(os.getpid()))  # A rank may start much later.
     STORE.wait([f"rank {rank} is there" for rank in range(RANKS)])
     if BACKEND == "nccl":
         os.environ["NCCL_HOSTID"] = str(RANK)  # nccl refuses two ranks of one host on one GPU
         torch.set_default_device("cuda")
     dist.init_process_group(BACKEND, store=STORE, rank=RANK, world_size=RANKS, timeout=TIMEOUT)
+    if FAULT == "two numbers of channels":
+        sync_batch_norm(torch.randn(2, 4), None, None, torch.ones(3 if AT_FAULT else 4), training=True)
     channels = 5 if AT_FAULT and FAULT == "channels" else 4
     body = Body(channels)
     model = nn.Sequential(OrderedDict(linear=nn.Linear(3, channels), body=body))
-    if not (AT_FAULT and FAULT == "not converted"):
-        syncbn.convert_syncbn_model(model)
-    if AT_FAULT and FAULT == "dtype":
-        model.double()
-    # It compares the parameters at its start; these two faults are for models that it does not wrap.
-    unwrapped = FAULT in ("channels", "dtype")
-    ddp = model if unwrapped else DistributedDataParallel(model, broadcast_buffers="buffers" in FAULT or HAS_LESS)
-    if FAULT in OTHER_JOBS:
-        OTHER_JOBS[FAULT](ddp, body)
+    syncbn.convert_syncbn_model(model)
+    ddp = model  # The constructor of DistributedDataParallel would raise for other channels.
+    if FAULT != "channels":
+        ddp = DistributedDataParallel(model, broadcast_buffers="buffers" in FAULT or HAS_LESS)
+    if FAULT == "two models, another order":
+        train_two_models()
     more_steps = AT_FAULT * (FAULT.startswith("one more step") - HAS_LESS)
     for step in range(1, STEPS + 1 + more_steps):
         body.faulty = AT_FAULT and step == FAULTY_STEP
@@ -221,13 +198,11 @@ def train() -> None:
             ddp.train()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=body.faulty and FAULT == "autocast"):
             has_fault = body.faulty or (FAULT == "one value" and step == FAULTY_STEP)
-            y = ddp(inputs(FAULT if has_fault else "", model.linear.weight.dtype))
+            y = ddp(inputs(FAULT if has_fault else ""))
         if body.faulty and FAULT == "out of memory, caught":
             continue
-        if body.faulty and FAULT == "kill -9 in backward":
-            y.register_hook(kill)
         y.square().mean().backward()
-        y.detach().cpu()  # waits for a GPU
+        y.detach().cpu()  # Wait for a GPU.
     if FAULT == "NaN" and AT_FAULT:
         wait_until(warned.is_set)
     if FAULT.endswith("a barrier"):
@@ -238,4 +213,4 @@ def train() -> None:
 
 if __name__ == "__main__":
     train()
-    dist.destroy_process_group()  # once DDP is gone: see docs/rules.md
+    dist.destroy_process_group()  # after the end of DDP, see docs/rules.md

@@ -1,6 +1,7 @@
-"""Two ranks that mix what they send, and what both then report: at once on a CPU, in a later call on a GPU."""
+"""Faults that tests inject: ranks that mix what they send, and a store that is late or fails."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ X = torch.randn(4, 3, requires_grad=True)
 
 
 class Model(nn.Module):
-    """Two layers, by default over a group of their own, as a fault ends what a group can do on a GPU."""
+    """Two layers, by default over a new group, because a fault on a GPU ends the use of a group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -25,11 +26,11 @@ class Model(nn.Module):
         return x
 
 
-Mixture = tuple[Callable[[Model, Tensor, Tensor], object], Callable[[Model, Tensor, Tensor], object], str]
+Call = Callable[[Model, Tensor, Tensor], object]
 
-# What rank 0 and the others do in a model that has trained one step and has then called bn2 twice, for y and another
-# output; and what each of them reports.
-MIXTURES: dict[str, Mixture] = {
+# The calls of rank 0 and of the other ranks, and the report of every rank. The model has trained one step and has then
+# called bn2 twice: the arguments are the model and the two outputs. CPUs raise at once, GPUs at a later call.
+MIXTURES: dict[str, tuple[Call, Call, str]] = {
     "layers": (
         lambda model, y, other: model.bn1(X), lambda model, y, other: model.bn2(X),
         r"rank 0: in bn1 forward, call 2.*\nOTHERS: in bn2 forward, call 4.*\nPossible causes:\n- A rank has left out",
@@ -37,6 +38,10 @@ MIXTURES: dict[str, Mixture] = {
     "passes": (
         lambda model, y, other: model.bn2(X), lambda model, y, other: y.sum().backward(),
         r"rank 0: in bn2 forward, call 4\nOTHERS: in bn2 backward, call 2\nPossible causes:\n- .* once more, ",
+    ),
+    "passes of one step": (
+        lambda model, y, other: model.bn1(X), lambda model, y, other: y.sum().backward(),
+        r"rank 0: in bn1 forward, call 2\nOTHERS: in bn2 backward, call 2\nPossible causes:\n- A rank has left out",
     ),
     "dtypes": (
         lambda model, y, other: model.bn1(X.bfloat16()), lambda model, y, other: model.bn1(X),
@@ -57,3 +62,14 @@ MIXTURES: dict[str, Mixture] = {
         r"rank 0: in bn1 .* with eps=0.001\nOTHERS: in bn1 .*eps=1e-05\nGive the layer the same settings",
     ),
 }  # fmt: skip
+
+
+class HookedStore:
+    """A store that calls `hook` with the name of each method before the method runs."""
+
+    def __init__(self, store: dist.Store, hook: Callable[[str], object]) -> None:
+        self.store, self.hook = store, hook
+
+    def __getattr__(self, name: str) -> Any:
+        self.hook(name)
+        return getattr(self.store, name)

@@ -1,7 +1,6 @@
-"""Catches an argument that is accepted or refused by mistake, and an error without the values, the remedy or torch's words."""
+"""Tests that a bad argument raises an error with its values and the remedy, and that its nearest neighbour is accepted."""
 
 import re
-import traceback
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -36,8 +35,8 @@ def backward(**changed: object) -> object:
     return batch_norm_backward(**arguments)
 
 
-# ruff: noqa: E501 - a table, one row a case
-# what fails, the nearest that does not, the error, its words
+# ruff: noqa: E501 - one row for each case
+# The call with a bad argument, the nearest call that is accepted, the class of the error and a part of its text.
 CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], str]] = [
     (lambda: layer(num_features=0), lambda: layer(num_features=1), ValueError, "num_features must be a positive int, got 0"),
     (lambda: layer(eps=0), lambda: layer(eps=1e-30), ValueError, "eps must be positive during training, but got 0"),
@@ -93,67 +92,65 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("bad", "good", "error", "words"), CASES, ids=[case[3] for case in CASES])
-def test_rejected_beside_accepted(
-    bad: Callable[[], object], good: Callable[[], object], error: type[Exception], words: str
+@pytest.mark.parametrize(("bad", "good", "error", "text"), CASES, ids=[case[3] for case in CASES])
+def test_a_bad_argument_raises_and_its_neighbour_does_not(
+    bad: Callable[[], object], good: Callable[[], object], error: type[Exception], text: str
 ) -> None:
     good()
-    with pytest.raises(error, match=re.escape(words)):
+    with pytest.raises(error, match=re.escape(text)):
         bad()
 
 
-def test_torch_says_the_same_words() -> None:
-    """Whoever searches for torch's message finds ours too."""
-    for dims, x in ((1, X[None]), (2, X), (3, X), (2, torch.randn(1, 3, 1, 1))):
-        with pytest.raises(ValueError) as torchs:
-            getattr(torch.nn, f"BatchNorm{dims}d")(3)(x)
-        with pytest.raises(ValueError, match=re.escape(str(torchs.value).partition(", got")[0])):
-            getattr(syncbn, f"SyncBatchNorm{dims}d")(3)(x)
+@pytest.mark.parametrize(("dims", "x"), [(1, X[None]), (2, X), (3, X), (2, torch.randn(1, 3, 1, 1))])
+def test_shapes_that_torch_rejects_raise_the_same_text(dims: int, x: Tensor) -> None:
+    """A search for torch's message then also finds ours."""
+    with pytest.raises(ValueError) as expected:
+        getattr(torch.nn, f"BatchNorm{dims}d")(3)(x)
+    with pytest.raises(ValueError, match=re.escape(str(expected.value).partition(", got")[0])):
+        getattr(syncbn, f"SyncBatchNorm{dims}d")(3)(x)
 
 
 @pytest.mark.parametrize("eps", [-1e-5, float("nan")])
-def test_eps_in_evaluation(eps: float) -> None:
-    """0 is right there, as for F.batch_norm, unless the batch's own statistics are taken. The layers' is set later."""
-    stays, mask, plain, acts = layer(), torch.ones(4, dtype=torch.bool), layer(), BatchNormAct2d(3)
-    stays.running_mean = stays.running_var = None
-    syncbn.convert_syncbn_model(acts)
-    for evaluated in (stays, plain, acts):
+def test_eps_may_be_zero_in_evaluation_only(eps: float) -> None:
+    """As in F.batch_norm. Evaluation without running statistics has the limit of training."""
+    batch_layer, plain, subclass = layer(), layer(), syncbn.convert_syncbn_model(BatchNormAct2d(3))
+    batch_layer.running_mean = batch_layer.running_var = None
+    for evaluated in (batch_layer, plain, subclass):
         evaluated.eval().eps = eps
-    for call in (lambda: function(training=False, eps=eps), lambda: plain(X), lambda: acts(X[..., None])):
+    for call in (lambda: function(training=False, eps=eps), lambda: plain(X), lambda: subclass(X[..., None])):
         with pytest.raises(ValueError, match=f"eps must be non-negative, but got {eps}"):
             call()
-    for call in (lambda: stays(X), lambda: stays(X, mask=mask)):
+    for mask in (None, torch.ones(4, dtype=torch.bool)):
         with pytest.raises(ValueError, match=f"eps must be positive during training, but got {eps}"):
-            call()
-    plain.eps = torch.tensor(1e-5)  # as nn.BatchNorm takes it
+            batch_layer(X, mask=mask)
+    plain.eps = torch.tensor(1e-5)  # nn.BatchNorm accepts a tensor, too.
     torch.testing.assert_close(plain(X), layer().eval()(X))
-    plain.eps = acts.eps = 0.0
-    assert all(y.isfinite().all() for y in (function(training=False, eps=0), plain(X), acts(X[..., None])))
+    plain.eps = subclass.eps = 0.0
+    assert all(y.isfinite().all() for y in (function(training=False, eps=0), plain(X), subclass(X[..., None])))
 
 
-def test_errors_of_a_layer_name_it_and_the_remedy() -> None:
-    """In training and evaluation; also of a subclass that calls F.batch_norm, where torch says only
-    "running_mean should contain 5 elements not 3"."""
+@pytest.mark.parametrize("layer_class", [torch.nn.BatchNorm2d, BatchNormAct2d, CallsSuper2d])
+def test_errors_of_a_layer_name_it_and_the_remedy(layer_class: type[torch.nn.BatchNorm2d]) -> None:
+    """F.batch_norm, which a subclass may call, only raises "running_mean should contain 5 elements not 3"."""
 
     class Model(torch.nn.ModuleDict):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: Tensor) -> Tensor:
             return self.body(x)
 
-    values = (
+    text = (
         "expected 3 channels in dim 1 of the input, got 5 (input shape (2, 5, 4, 4)); correct num_features, "
         "channel_last or channel_dim"
     )
-    for kind in (torch.nn.BatchNorm2d, BatchNormAct2d, CallsSuper2d):
-        model = Model({"body": torch.nn.Sequential(syncbn.convert_syncbn_model(kind(3)))})
-        for path in (f"Sync{kind.__name__}", "body.0"):  # a layer that was converted alone has no name
-            for training in (True, False):
-                model.train(training)(torch.randn(2, 3, 4, 4))
-                for called in (model, model.body[0]):
-                    with pytest.raises(ValueError, match="^" + re.escape(f"{path}: {values}")):
-                        called(torch.randn(2, 5, 4, 4))
-            syncbn.convert_syncbn_model(model)
-        with pytest.raises(ValueError, match=r"^body\.0: Expected more than 1 value per channel when training"):
-            model.train()(torch.randn(1, 3, 1, 1))
+    model = Model({"body": torch.nn.Sequential(syncbn.convert_syncbn_model(layer_class(3)))})
+    for name in (f"Sync{layer_class.__name__}", "body.0"):  # A layer that was converted alone has no name.
+        for training in (True, False):
+            model.train(training)(torch.randn(2, 3, 4, 4))
+            for called in (model, model.body[0]):
+                with pytest.raises(ValueError, match="^" + re.escape(f"{name}: {text}")):
+                    called(torch.randn(2, 5, 4, 4))
+        syncbn.convert_syncbn_model(model)
+    with pytest.raises(ValueError, match=r"^body\.0: Expected more than 1 value per channel when training"):
+        model.train()(torch.randn(1, 3, 1, 1))
 
 
 def fake(x: Tensor) -> object:
@@ -167,11 +164,11 @@ def compiled(x: Tensor, **options: object) -> object:
 
 
 ON_GPU: dict[str, Callable[[Tensor], object]] = {
-    "a layer": lambda x: layer()(x),
-    "the fallback": lambda x: layer(momentum=torch.tensor(0.1))(x),
-    "a function": lambda x: function(input=x),
+    "layer": lambda x: layer()(x),
+    "dispatched": lambda x: layer(momentum=torch.tensor(0.1))(x),
+    "function": lambda x: function(input=x),
 }
-ANYWHERE: dict[str, Callable[[Tensor], object]] = {
+CALLS = ON_GPU | {
     "meta": lambda x: layer(device="meta")(x.to("meta")),
     "fake": fake,
     "vmap": lambda x: torch.vmap(layer(track_running_stats=False))(x[None]),
@@ -181,31 +178,30 @@ ANYWHERE: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo's own
-@pytest.mark.parametrize("name", [*ON_GPU, *ANYWHERE])
-def test_one_value_per_channel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank knows the number from the shape, where the host cannot read a tensor either."""
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo causes such a warning itself.
+@pytest.mark.parametrize("name", CALLS)
+def test_one_value_per_channel_raises_from_its_shape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank knows the number of values from the shape, even where the host cannot read a tensor."""
     if name in ON_GPU:
         play(monkeypatch)
-    call = (ON_GPU | ANYWHERE)[name]
-    call(torch.randn(2, 3, 1))
+    CALLS[name](torch.randn(2, 3, 1))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got "):
-        call(torch.randn(1, 3, 1))
+        CALLS[name](torch.randn(1, 3, 1))
 
 
-def test_one_value_behind_a_mask_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host does not know the number."""
+def test_a_mask_on_a_gpu_hides_one_value_per_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not know the number of values, so the variance of one value is not used."""
     play(monkeypatch)
-    batch_norm = layer()
-    batch_norm(torch.randn(2, 3), mask=torch.tensor([True, False]))
-    assert torch.equal(batch_norm.running_var, torch.ones(3))
+    masked = layer()
+    masked(torch.randn(2, 3), mask=torch.tensor([True, False]))
+    assert torch.equal(masked.running_var, torch.ones(3))
 
 
-def test_the_cause_of_an_error_stays() -> None:
+def test_an_error_keeps_its_cause() -> None:
     class OwnCheck(torch.nn.BatchNorm1d):
-        def _check_input_dim(self, input: torch.Tensor) -> None:
+        def _check_input_dim(self, input: Tensor) -> None:
             raise ValueError("my own words") from KeyError("why")
 
     with pytest.raises(ValueError, match=r"^SyncOwnCheck: my own words") as raised:
         syncbn.convert_syncbn_model(OwnCheck(3))(torch.ones(2, 3))
-    assert "KeyError: 'why'" in "".join(traceback.format_exception(raised.value))
+    assert isinstance(raised.value.__cause__, KeyError)

@@ -1,5 +1,6 @@
 """Settings of tests on several ranks. They are collected only under torchrun, with `-p voting`."""
 
+import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -8,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import voting
+from torch import Tensor
 from voting import Ranks, Reports
 
-from syncbn.ranks import report, watchdog
+from syncbn.ranks import calls, report, watchdog
 from syncbn.ranks.collective import Collective
 
 NUM_RANKS = os.environ.get("WORLD_SIZE")
@@ -39,25 +41,46 @@ def nothing_compiled_yet(request: pytest.FixtureRequest) -> None:
         gc.collect()
 
 
+# Where the waiting times of reports are.
+SECONDS: dict[str, object] = {
+    **dict.fromkeys(("SETTLE_SECONDS", "READ_SECONDS", "ANSWER_SECONDS"), report),
+    "POLL_SECONDS": watchdog,
+    "next_warning_seconds": Collective,
+}
+
+
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an error wait longer for the other ranks' positions than a rank waits for a core on a busy machine."""
-    monkeypatch.setattr(report, "SETTLE_SECONDS", 10.0)
+def set_seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that sets waiting times by their names. An error waits longer for the other ranks' positions
+    than a rank waits for a core on a busy machine."""
+
+    def set_seconds(**seconds: float) -> None:
+        for name, value in seconds.items():
+            monkeypatch.setattr(SECONDS[name], name, value)
+
+    set_seconds(SETTLE_SECONDS=10.0)
+    return set_seconds
 
 
 @pytest.fixture
-def reports(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reports]:
+def reports(ranks: Ranks, set_seconds: Callable[..., None]) -> Iterator[Reports]:
     """Return the reports of the ranks, which warn after waiting for half a second."""
-    monkeypatch.setattr(Collective, "next_warning_seconds", 0.5)
-    monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.1)
+    set_seconds(next_warning_seconds=0.5, POLL_SECONDS=0.1)
     reports = Reports(ranks.rank, voting.world.store)
     watchdog.log.addHandler(reports)
-    dist.barrier()  # no rank still waits for a report of the previous test
+    dist.barrier()  # No rank still waits for a report of the previous test.
     yield reports
     watchdog.log.removeHandler(reports)
 
 
 @pytest.fixture
 def sign_nothing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function that switches this rank's checks off, like SYNCBN_CHECKS=0, before its first training call."""
+    """Return a function that switches the checks off for layers of this rank that have not been called."""
     return lambda: monkeypatch.setenv("SYNCBN_CHECKS", "0")
+
+
+@pytest.fixture
+def wrap_all_reduce(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Tensor]], None]:
+    """Return a function that makes this rank call `wrapper(all_reduce, *arguments)` in each pass."""
+    all_reduce = calls.all_reduce
+    return lambda wrapper: monkeypatch.setattr(calls, "all_reduce", functools.partial(wrapper, all_reduce))
