@@ -103,10 +103,10 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(params=["", "reference"])
 def syncbn_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Set SYNCBN_KERNELS as for a new process, and return the value."""
-    from equal_to_torch import forget_kernels  # scripts/package.sh copies this file without equal_to_torch.py
+    from equal_to_torch import clear_kernel_caches  # scripts/package.sh copies this file without equal_to_torch.py
 
     monkeypatch.setenv("SYNCBN_KERNELS", request.param)
-    forget_kernels(monkeypatch)
+    clear_kernel_caches(monkeypatch)
     select.reason_forced.cache_clear()
     yield request.param
     select.reason_forced.cache_clear()

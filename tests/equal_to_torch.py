@@ -63,7 +63,3 @@ def escaped(tensor: Tensor) -> Tensor:
 
     torch.func.grad(function)(tensor.detach())
     return kept[0]
-
-
-# old names
-forget_kernels, twins, as_torch, with_gaps = clear_kernel_caches, layer_pair, compare_with_torch, strided_copy

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from equal_to_torch import forget_kernels
+from equal_to_torch import clear_kernel_caches
 from torch import Tensor
 
 from syncbn import kernel_cache, payload, torch_internals
@@ -93,7 +93,7 @@ def play(
     gpu = SimpleNamespace(stream=0)
     back_end = importlib.import_module("syncbn.kernels.gpu") if IS_INTERPRETED else sys.modules[__name__]
     is_built = IS_INTERPRETED or cpu.load() is None
-    forget_kernels(monkeypatch)
+    clear_kernel_caches(monkeypatch)
     for target, name, value in (
         (Tensor, "is_cuda", True), (Tensor, "is_cpu", False),
         (select, "checks_totals", lambda device: True), (select, "check_total", back_end.check_total),

@@ -299,7 +299,7 @@ def attribute_types(model: nn.Module) -> list[dict[str, type]]:
     ("target", "shape", "converted"),
     [(nn.BatchNorm1d, (), False), (nn.BatchNorm2d, (5, 5), True), (nn.BatchNorm3d, (2, 2, 2), False)],
 )
-def test_what_torchs_converter_made_becomes_the_class_that_the_user_says(
+def test_torchs_synchronised_layers_are_reverted_to_the_target_class(
     target: type[nn.Module], shape: tuple[int, ...], converted: bool
 ) -> None:
     """The model is as before torch's converter (pytorch#41081, yolov5#1018)."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from equal_to_torch import forget_kernels
+from equal_to_torch import clear_kernel_caches
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -35,7 +35,7 @@ def clear_triton_caches() -> None:
 def clear_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clear all caches while the driver is active. Since Triton 3.8 the driver unloads a kernel without references."""
     gpu.compiled_kernels.clear()
-    forget_kernels(monkeypatch)
+    clear_kernel_caches(monkeypatch)
     clear_triton_caches()
 
 

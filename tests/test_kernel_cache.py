@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equal_to_torch import close, escaped, forget_kernels, with_gaps
+from equal_to_torch import clear_kernel_caches, close, escaped, strided_copy
 from oracle import full_batch
 from tensor_subclasses import plain
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from syncbn.torch_internals import is_wrapped
 
 @pytest.fixture(autouse=True)
 def empty_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_kernels(monkeypatch)
+    clear_kernel_caches(monkeypatch)
 
 
 # A call with every argument. The sizes are equal, so that any dim may be that of the channels.
@@ -122,7 +122,7 @@ def refuse(layer: nn.Module, x: Tensor) -> None:
 
 # Direct kernels cannot read these tensors at their addresses.
 UNREADABLE: dict[str, Callable[[Tensor], Tensor]] = {
-    "not dense": with_gaps,
+    "not dense": strided_copy,
     "negative view": lambda tensor: torch._neg_view(-tensor),
     "zero tensor": lambda tensor: torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),  # has no memory
     "wrapper": escaped,
@@ -147,7 +147,7 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "dims of x that the layer refuses": ({"input": X[0], "z": Z[0], "check_input_dim": CHECK_2D}, ValueError),
     "strides of x": ({"input": channels_last(X), "z": channels_last(Z)}, FAST),
     "strides of x alone": ({"input": channels_last(X)}, FAST),
-    "x and z not dense": ({"input": with_gaps(X), "z": with_gaps(Z)}, FAST),
+    "x and z not dense": ({"input": strided_copy(X), "z": strided_copy(Z)}, FAST),
     "dtype of x": ({"input": X.double(), "z": Z.double()}, FAST),
     "integers": ({"input": X.int()}, TypeError),
     "no input": ({"input": None}, TypeError),
@@ -176,7 +176,7 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     # torch 2.13's own backward on CPUs takes these for contiguous if the input is in channels_last.
     **{
         f"not dense {name}, strides of x":
-        ({"input": channels_last(X), "z": channels_last(Z), name: with_gaps(BASE[name])}, DISPATCHED)
+        ({"input": channels_last(X), "z": channels_last(Z), name: strided_copy(BASE[name])}, DISPATCHED)
         for name in PER_CHANNEL
     },
     "dtype of the counter": ({"counter": torch.tensor(2, dtype=torch.int32)}, DISPATCHED),
@@ -290,7 +290,7 @@ def test_a_call_does_not_depend_on_the_mode_of_cached_calls(mode: str, inference
         _, (y, *rest) = train_in("no mode", "none")
         torch.testing.assert_close(expected, [y, *(rest if has_gradients else rest[2:])])
     for state in STATES:
-        forget_kernels(monkeypatch)
+        clear_kernel_caches(monkeypatch)
         train_in(*state)
         actual_error, actual = train_in(mode, inference)
         assert actual_error == error, state

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from equal_to_torch import with_gaps
+from equal_to_torch import strided_copy
 from jobs import run_text
 from tensor_subclasses import Image
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ def test_outputs_have_the_strides_of_torch_and_dense_inputs_are_not_copied(name:
 def test_evaluation_with_a_per_channel_tensor_that_is_not_dense(name: str) -> None:
     """torch 2.13's own backward on CPUs takes the tensor for contiguous if the input is in channels_last."""
     results = []
-    for change in (Tensor.clone, with_gaps):
+    for change in (Tensor.clone, strided_copy):
         layer, x = syncbn.SyncBatchNorm(6).eval(), CHANNELS_LAST.clone().requires_grad_()
         tensor = change(torch.arange(1.0, 7.0))
         setattr(layer, name, nn.Parameter(tensor) if name in ("weight", "bias") else tensor)
@@ -113,7 +113,7 @@ def test_evaluation_with_a_per_channel_tensor_that_is_not_dense(name: str) -> No
 
 # What hooks return, for which of x, weight, statistics and y ("xwsy"), and whether values are rounded.
 HOOKS: dict[str, tuple[Callable[[Tensor], Tensor], list[str], bool]] = {
-    "not dense": (with_gaps, ["x", "w", "s", "y"], False),
+    "not dense": (strided_copy, ["x", "w", "s", "y"], False),
     "channels last": (lambda tensor: tensor.to(memory_format=torch.channels_last), ["x", "y"], False),
     "negative view": (lambda tensor: torch._neg_view(-tensor), ["x", "w", "s", "y", "xwsy"], False),
     "rounded": (lambda tensor: tensor.bfloat16().to(tensor.dtype), ["xwsy"], True),

@@ -14,7 +14,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.nn.functional as F
-from equal_to_torch import forget_kernels
+from equal_to_torch import clear_kernel_caches
 from torch import Tensor
 
 import syncbn
@@ -51,7 +51,7 @@ def test_a_library_that_does_not_fit_is_refused(
 def test_training_large_inputs_without_kernels_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small inputs, as in tests, and evaluation do not warn."""
     monkeypatch.setattr(cpu, "load", lambda: "no compiler here")
-    forget_kernels(monkeypatch)
+    clear_kernel_caches(monkeypatch)
     layer, large = syncbn.SyncBatchNorm1d(1), torch.randn(250_001, 1)
     layer(large[:1000])
     layer.eval()(large)

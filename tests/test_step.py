@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from equal_to_torch import Layer, as_torch, close, escaped, forget_kernels, twins
+from equal_to_torch import Layer, clear_kernel_caches, close, compare_with_torch, escaped, layer_pair
 from subclasses_of_batchnorm import parametrized
 from tensor_subclasses import Image, MetaImage, plain
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ needs_cpp = pytest.mark.skipif("cpu: C++" not in available(), reason=available()
 @pytest.fixture(autouse=True)
 def seed_and_empty_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    forget_kernels(monkeypatch)
+    clear_kernel_caches(monkeypatch)
 
 
 def replace_all_reduce(monkeypatch: pytest.MonkeyPatch, function: Callable[[str], object]) -> None:
@@ -111,7 +111,7 @@ def test_changes_between_calls_take_effect(name: str) -> None:
         return step(layer, layer, x[1].to(dtype)) | {"evaluation": layer.eval()(x[1].to(dtype))}
 
     rounding = 8 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5
-    results = as_torch(run, rtol=rounding, atol=rounding, equal_nan=True)
+    results = compare_with_torch(run, rtol=rounding, atol=rounding, equal_nan=True)
     assert ("nan" in name) == any(value is not None and bool(value.isnan().any()) for value in results.values())
 
 
@@ -216,7 +216,7 @@ def test_backward_may_run_in_another_mode_and_with_any_kind_of_dy(way: str) -> N
         y = layer(*inputs) if isinstance(layer, syncbn.SyncBatchNorm) else layer(inputs[0]) + inputs[1]
         return WAYS[way](y, [*inputs, layer.weight, layer.bias], dy)
 
-    as_torch(run, rtol=1e-4)
+    compare_with_torch(run, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("weight", "error"), [(torch.ones(3).double(), None), (torch.ones(2), "weight")], ids=str)
@@ -328,7 +328,7 @@ def test_batch_norm_backward_refuses_freed_storage(freed: str) -> None:
 
 def test_two_threads_may_be_in_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two threads are between the two calls of a pass at once, so kernels must not keep anything of a call."""
-    pairs, x = [twins() for _ in range(2)], torch.randn(2, *SHAPE)
+    pairs, x = [layer_pair() for _ in range(2)], torch.randn(2, *SHAPE)
     layers, other = [layer for _, layer in pairs], syncbn.SyncBatchNorm2d(3)
     expected = [step(layer, layer, batch) for (layer, _), batch in zip(pairs, x, strict=True)]
     step(other, other, x[0])

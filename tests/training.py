@@ -63,7 +63,7 @@ def whole_batches(ranks: Ranks, num_steps: int, dtype: torch.dtype = torch.float
 
 def rank_slices(ranks: Ranks, *tensors: Tensor) -> list[Tensor]:
     """Return this rank's samples of tensors (T, N, ...)."""
-    return [tensor[:, ranks.even(tensor.shape[1])] for tensor in tensors]
+    return [tensor[:, ranks.even_slice(tensor.shape[1])] for tensor in tensors]
 
 
 def train(
@@ -138,6 +138,3 @@ class CountCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self.total += func.namespace in ("c10d", "_c10d_functional") and "wait_tensor" not in str(func)
         return func(*args, **(kwargs or {}))
-
-
-mine, unchanged = rank_slices, preserved_state  # old names

@@ -37,17 +37,17 @@ class Ranks(NamedTuple):
     size: int
     device: torch.device
 
-    def slices(self, sizes: list[int]) -> slice:
+    def local_slice(self, sizes: list[int]) -> slice:
         """Return the slice of this rank for a batch that is split into `sizes`, one for each rank."""
         start = sum(sizes[: self.rank])
         return slice(start, start + sizes[self.rank])
 
-    def even(self, batch: int) -> slice:
+    def even_slice(self, batch: int) -> slice:
         """Return the slice of this rank for a batch that is split evenly."""
         assert batch % self.size == 0
-        return self.slices([batch // self.size] * self.size)
+        return self.local_slice([batch // self.size] * self.size)
 
-    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of `tensor` over all ranks."""
         total = tensor.detach().clone()
         dist.all_reduce(total)
@@ -71,7 +71,7 @@ class World:
         self.num_groups = 0
         self.num_votes = 0
 
-    def enter(self) -> None:
+    def create_group(self) -> None:
         """Create the default process group."""
         self.num_groups += 1
         dist.init_process_group(
@@ -85,15 +85,15 @@ class World:
         # A rank that destroys the group at once would close connections that other ranks are still opening.
         dist.barrier()
 
-    def leave(self) -> None:
+    def destroy_groups(self) -> None:
         """Destroy all process groups, unless this rank has failed and destroyed them."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def make_anew(self) -> None:
+    def replace_group(self) -> None:
         """Replace the default process group by a new one, which has no subgroups."""
-        self.leave()
-        self.enter()
+        self.destroy_groups()
+        self.create_group()
 
     def exchange(self, outcome: str) -> list[str]:
         """Return the outcomes of all ranks in the same vote."""
@@ -157,10 +157,10 @@ def vote() -> Iterator[None]:
     passed = error is None or isinstance(error, pytest.skip.Exception)
     if not passed:
         release_locals(error)
-        world.leave()
+        world.destroy_groups()
     outcomes = world.exchange("" if passed else f"{type(error).__name__}: {error}")
     if any(outcomes):
-        world.make_anew()
+        world.replace_group()
         failures = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if outcome]
         raise AssertionError("\n".join(failures)) from error
     if error is not None:
@@ -190,7 +190,7 @@ def pytest_sessionstart() -> None:
     if "RANK" not in os.environ:
         raise pytest.UsageError("these tests need ranks: torchrun --standalone --nproc-per-node 2 -m pytest ...")
     world = World()
-    world.enter()
+    world.create_group()
 
 
 @pytest.hookimpl(trylast=True)
@@ -199,7 +199,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.OK
     if world is not None:
         world.exchange("")  # no rank leaves while another still reads a vote
-        world.leave()
+        world.destroy_groups()
         if world.ranks.rank > 0 and session.exitstatus == pytest.ExitCode.TESTS_FAILED:
             # Rank 0 has failed the same tests. torchrun ends all ranks when the first one fails; this should be rank 0,
             # after it has printed its summary.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from equal_to_torch import forget_kernels
+from equal_to_torch import clear_kernel_caches
 from torch import Tensor, nn
 from training import CountCollectives, step
 from voting import Ranks
@@ -128,7 +128,7 @@ def test_an_unknown_environment_variable_raises_on_every_rank(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str, known: str, function: str
 ) -> None:
     select.reason_forced.cache_clear()
-    forget_kernels(monkeypatch)
+    clear_kernel_caches(monkeypatch)
     monkeypatch.setenv(name, "fast" if ranks.rank == 0 else os.environ.get(name, ""))
     layer, statistics = syncbn.SyncBatchNorm1d(C), (torch.zeros(C), torch.ones(C))
     with raises_on_all_ranks(ranks, f"{name} must be {known!r} or not set, got 'fast'", layer.state_dict()):

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter, CompileCounterWithBackend
 from torch.fx.proxy import TraceError
 from torch.nn.parallel import DistributedDataParallel
-from training import CountCollectives, step, unchanged
+from training import CountCollectives, preserved_state, step
 from voting import Ranks
 
 import syncbn
@@ -143,26 +143,26 @@ def test_each_default_group_compiles_once_more(ranks: Ranks, fullgraph: bool) ->
     layer, x, counter = syncbn.SyncBatchNorm(1).to(ranks.device), own_input(ranks), CompileCounter()
     expected = function(copy.deepcopy(layer), x)
     compiled = torch.compile(function, backend=counter, fullgraph=fullgraph)
-    voting.world.leave()
+    voting.world.destroy_groups()
     local = compiled(layer, x)
-    voting.world.enter()
+    voting.world.create_group()
     for num_graphs in (2, 3):
         for _ in range(2):
             torch.testing.assert_close(compiled(layer, x), expected)
         assert counter.frame_count == num_graphs
-        voting.world.make_anew()
-    voting.world.leave()
+        voting.world.replace_group()
+    voting.world.destroy_groups()
     torch.testing.assert_close(compiled(layer, x), local, rtol=0, atol=0)
-    voting.world.enter()
+    voting.world.create_group()
     assert counter.frame_count == 3
 
 
 @fullgraphs
 def test_an_int_before_there_is_a_group_raises_with_the_remedy(ranks: Ranks, fullgraph: bool) -> None:
     """The groups of several ranks cannot be made while a graph is compiled. A single rank needs no group."""
-    voting.world.leave()
+    voting.world.destroy_groups()
     single_rank, layer = (syncbn.SyncBatchNorm(1, process_group=size).to(ranks.device) for size in (1, ranks.size))
-    voting.world.enter()
+    voting.world.create_group()
     x = own_input(ranks)
     compiled = torch.compile(nn.Sequential(single_rank, layer), backend="eager", fullgraph=fullgraph)
     remedy = r"needs new groups, .*; construct or convert the layers after .*init_process_group"
@@ -184,15 +184,15 @@ def test_a_missing_group_raises_as_in_eager_mode(ranks: Ranks, fullgraph: bool) 
 
     def require_error(message: str) -> None:
         for _ in range(2):
-            with unchanged(layer), pytest.raises((RuntimeError, ValueError), match=message):
+            with preserved_state(layer), pytest.raises((RuntimeError, ValueError), match=message):
                 compiled(x)
 
     missing = "was destroyed, or no such group exists here; create the group"
     layer.process_group = dist.new_group([*range(ranks.size)])
     compiled(x)
-    voting.world.leave()  # Without a default group the layer must not train on this rank alone, either.
+    voting.world.destroy_groups()  # Without a default group the layer must not train on this rank alone, either.
     require_error(missing)
-    voting.world.enter()
+    voting.world.create_group()
     layer.process_group = GlobalRanks((0, 97))
     require_error(missing)
     layer.process_group = dist.GroupMember.NON_GROUP_MEMBER

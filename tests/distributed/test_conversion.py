@@ -154,7 +154,7 @@ def uneven_batch(ranks: Ranks) -> tuple[Tensor, slice]:
     """Return a batch, and the slice of this rank. The slices differ in size."""
     sizes = [2, 4, 6, 2][: ranks.size]
     x = torch.randn(sum(sizes), 3, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return x.to(ranks.device), ranks.slices(sizes)
+    return x.to(ranks.device), ranks.local_slice(sizes)
 
 
 def syncbn_warnings(function: Callable[[], object]) -> list[str]:
@@ -307,7 +307,7 @@ class PointBatchNorm(nn.BatchNorm1d):
         return super().forward(input[0]), input[1]
 
 
-def test_a_subclass_whose_input_is_no_tensor(ranks: Ranks) -> None:
+def test_a_subclass_whose_input_is_not_a_tensor(ranks: Ranks) -> None:
     whole, own = uneven_batch(ranks)
     points = whole[:, :, 0, 0]
     layer, plain = (PointBatchNorm(3, dtype=torch.float64, device=ranks.device) for _ in range(2))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from guides import run_block
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import BROADCAST_BUFFERS, CountCollectives, mine, require_trains_as, small_model, whole_batches
+from training import BROADCAST_BUFFERS, CountCollectives, rank_slices, require_trains_as, small_model, whole_batches
 from voting import Ranks
 
 import syncbn
@@ -49,7 +49,7 @@ def test_gradients_accumulate_under_no_sync(ranks: Ranks) -> None:
     ddp = DistributedDataParallel(model)
     for images, targets in zip(x, labels, strict=True):
         F.cross_entropy(alone(images), targets).backward()
-    for step, (images, targets) in enumerate(zip(*mine(ranks, x, labels), strict=True)):
+    for step, (images, targets) in enumerate(zip(*rank_slices(ranks, x, labels), strict=True)):
         with ddp.no_sync() if step < 4 else contextlib.nullcontext():
             F.cross_entropy(ddp(images), targets).backward()
     gradients = ([parameter.grad for parameter in net.parameters()] for net in (model, alone))

@@ -60,7 +60,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         sizes = [*self.sizes[: self.ranks.size]]
-        self.samples = self.ranks.slices(sizes)
+        self.samples = self.ranks.local_slice(sizes)
         torch.manual_seed(0)
         x, z = torch.randn(2, sum(sizes), C, 2, 4, dtype=torch.float64).to(self.ranks.device)
         weight, bias = torch.randn(2, C, dtype=torch.float64).to(self.ranks.device)
@@ -156,7 +156,7 @@ def test_derivatives_equal_those_of_the_whole_batch(ranks: Ranks, name: str, opt
     expected = batch.local(way(batch.whole, whole))
     with CountCollectives() as collectives:
         actual = way(batch.synchronised, local)
-    actual = [gradient if gradient.ndim == 4 else ranks.total(gradient) for gradient in actual]
+    actual = [gradient if gradient.ndim == 4 else ranks.all_reduce_sum(gradient) for gradient in actual]
     torch.testing.assert_close(actual, [*expected], rtol=1e-10, atol=1e-10)
     if num_all_reduces is not None:
         assert collectives.total == (2 if batch.uses_statistics else num_all_reduces)

@@ -32,7 +32,7 @@ def test_nan_and_infinity_reach_the_outputs_and_buffers_of_all_ranks(ranks: Rank
     torch.manual_seed(0)
     x = torch.randn(2 * ranks.size, C, 4, dtype=torch.float64)
     x[-1, 1, 2] = bad  # This is a sample of the last rank.
-    plain, local = nn.BatchNorm1d(C, dtype=torch.float64), ranks.even(len(x))
+    plain, local = nn.BatchNorm1d(C, dtype=torch.float64), ranks.even_slice(len(x))
     layer = syncbn.SyncBatchNorm1d(C, dtype=torch.float64, device=ranks.device)
     torch.testing.assert_close(layer(x[local].to(ranks.device)).cpu(), plain(x)[local], equal_nan=True)
     torch.testing.assert_close(layer.cpu().state_dict(), plain.state_dict(), equal_nan=True)
@@ -41,7 +41,7 @@ def test_nan_and_infinity_reach_the_outputs_and_buffers_of_all_ranks(ranks: Rank
 def test_two_forwards_before_one_backward_and_retain_graph(ranks: Ranks) -> None:
     torch.manual_seed(0)
     batches = torch.randn(2, 2 * ranks.size, C, dtype=torch.float64)
-    layer, local = syncbn.SyncBatchNorm1d(C, dtype=torch.float64, device=ranks.device), ranks.even(2 * ranks.size)
+    layer, local = syncbn.SyncBatchNorm1d(C, dtype=torch.float64, device=ranks.device), ranks.even_slice(2 * ranks.size)
     first, second = (x[local].to(ranks.device).requires_grad_() for x in batches)
     loss = (layer(first).sin() + layer(second).cos()).sum()
     loss.backward(retain_graph=True)
@@ -56,7 +56,7 @@ def test_a_rank_whose_output_gets_no_gradient_still_communicates(ranks: Ranks) -
     layer = syncbn.SyncBatchNorm(C, dtype=torch.float64, device=ranks.device)
     torch.manual_seed(0)
     x = torch.randn(2 * ranks.size, C, dtype=torch.float64, device=ranks.device)
-    local = ranks.even(len(x))
+    local = ranks.even_slice(len(x))
     leaf = x[local].requires_grad_()
     y = layer(leaf)
     (torch._C._functions.UndefinedGrad()(y) if ranks.rank == 0 else y).sin().sum().backward()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from training import mine, require_equal_state, require_trains_as, shard, small_model, train, whole_batches
+from training import rank_slices, require_equal_state, require_trains_as, shard, small_model, train, whole_batches
 from voting import Ranks
 
 import syncbn
@@ -44,7 +44,7 @@ def test_bf16_mixed_precision_keeps_float32_statistics(ranks: Ranks) -> None:
     dtypes: set[torch.dtype] = set()
     model[0][1].register_forward_pre_hook(lambda layer, inputs: dtypes.add(inputs[0].dtype))
     sharded = shard(model, ranks, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    train(sharded, *mine(ranks, x, labels))
+    train(sharded, *rank_slices(ranks, x, labels))
     assert dtypes == {torch.bfloat16}
     for name, expected in alone.named_buffers():
         torch.testing.assert_close(model.get_buffer(name), expected, rtol=0.05, atol=0.05, msg=name)
@@ -67,6 +67,6 @@ def test_fsdp1_trains_like_one_process(ranks: Ranks) -> None:
     alone, model = small_model().to(ranks.device), syncbn.convert_syncbn_model(small_model()).to(ranks.device)
     train(alone, x, labels)
     sharded = FullyShardedDataParallel(model, device_id=ranks.device)
-    train(sharded, *mine(ranks, x, labels))
+    train(sharded, *rank_slices(ranks, x, labels))
     with FullyShardedDataParallel.summon_full_params(sharded):
         require_equal_state(model, alone)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from oracle import TOLERANCE, Result, full_batch, require_promised
 from tensor_subclasses import Image, MetaImage
 from torch import Tensor, nn
-from training import CountCollectives, unchanged
+from training import CountCollectives, preserved_state
 from voting import Ranks, vote
 
 import syncbn
@@ -173,7 +173,7 @@ class Batch:
         x, z, mask, _ = self.local()
         if self.counted.sum() == 1:
             message = "Expected more than 1 value per channel when training, got 1"
-            with unchanged(layer), pytest.raises(ValueError, match=message):
+            with preserved_state(layer), pytest.raises(ValueError, match=message):
                 layer(x, z, mask)
             return
         if layer.fuse_relu and self.counted.any():  # Where the relu gets 0 but for rounding, its mask is arbitrary.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import voting
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from training import unchanged
+from training import preserved_state
 from voting import Ranks, Reports
 
 import syncbn
@@ -69,11 +69,11 @@ def test_an_int_given_before_init_process_group_becomes_a_group_in_the_first_tra
     """Also if the default group was another one. test_compile.py has compiled layers."""
     alone, outdated = [make_layer(1, ranks)], make_layer(dist.group.WORLD, ranks)
     layers = [make_layer(process_group, ranks) for process_group in (None, ranks.size)]
-    voting.world.leave()
+    voting.world.destroy_groups()
     alone.append(make_layer(1, ranks))
     layers += [make_layer(ranks.size, ranks), make_layer(ranks.size, ranks)]
     assert syncbn.summary(layers[-1])[0].group_size == 1
-    voting.world.enter()
+    voting.world.create_group()
     assert syncbn.summary(layers[-1])[0].group_size == ranks.size
     assert [synchronised_ranks(layer, ranks) for layer in alone] == [[ranks.rank]] * 2
     assert groups.lookup(1) is None  # One rank needs no group.
@@ -118,7 +118,10 @@ def test_a_rank_outside_of_the_group_may_build_and_evaluate_a_layer_but_not_trai
         if ranks.rank == 0:
             layer(random_batch(ranks))
         else:
-            with unchanged(layer), pytest.raises(ValueError, match=r"not in .* set layer.process_group on each rank"):
+            with (
+                preserved_state(layer),
+                pytest.raises(ValueError, match=r"not in .* set layer.process_group on each rank"),
+            ):
                 layer(random_batch(ranks))
     reverted = syncbn.revert_syncbn_model(syncbn.convert_syncbn_model(nn.SyncBatchNorm(2), group))
     assert reverted.process_group is (dist.GroupMember.NON_GROUP_MEMBER if ranks.rank else group)
@@ -152,9 +155,9 @@ def test_a_second_conversion_keeps_the_group_unless_one_is_given(ranks: Ranks) -
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_int_reverts_to_its_group(ranks: Ranks, size: int) -> None:
     """An nn.SyncBatchNorm without a group would synchronise over all ranks."""
-    voting.world.leave()
+    voting.world.destroy_groups()
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.SyncBatchNorm(C)), size)
-    voting.world.enter()
+    voting.world.create_group()
     if ranks.size % size == 0:
         with pytest.raises(RuntimeError, match=rf"process_group={size} .*create_syncbn_process_group\({size}\)"):
             syncbn.revert_syncbn_model(model)
@@ -196,11 +199,11 @@ def test_no_other_group_replaces_a_destroyed_group(ranks: Ranks, destroys_all: b
     pickled_before = pickle.loads(pickle.dumps(layer))
     assert pickled_before.process_group is dist.group.WORLD
     assert synchronises_all(layer, ranks)
-    voting.world.make_anew() if destroys_all else destroy(group)
+    voting.world.replace_group() if destroys_all else destroy(group)
     copied, pickled = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
     message = "was destroyed, or no such group exists here; create the group"
     for destroyed in (layer, copied, layer):  # The layer raises again after the first error.
-        with unchanged(destroyed), pytest.raises(RuntimeError, match=message):
+        with preserved_state(destroyed), pytest.raises(RuntimeError, match=message):
             destroyed(random_batch(ranks))
         destroyed.eval()(random_batch(ranks))
         assert "process_group=ranks [0" in repr(destroyed.train())

@@ -32,7 +32,7 @@ AT_EITHER_RANK = pytest.mark.parametrize("at", [0, 1])  # the rank that differs
 @pytest.fixture(autouse=True)
 def new_group(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Number the layers from 1 in each test. No program may log a warning."""
-    voting.world.make_anew()
+    voting.world.replace_group()
     yield
     assert not [record for record in caplog.get_records("call") if record.name == "syncbn"]
 
@@ -227,7 +227,7 @@ def test_calls_of_one_rank_in_an_earlier_default_group(ranks: Ranks, training: b
     """In the next group the ranks need not agree on a new number, so no rank reads the store."""
     if ranks.rank == at:
         train(*(syncbn.convert_syncbn_model(build(), 1).train(training) for _ in range(2)))
-    voting.world.make_anew()
+    voting.world.replace_group()
     rank, methods = watchdog.this_rank(), list[str]()
     rank.store = HookedStore(rank.store, methods.append)
     train(build(), build())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
-from training import unchanged
+from training import preserved_state
 from voting import Ranks
 
 import syncbn
@@ -31,14 +31,16 @@ def train_like_one_rank(ranks: Ranks, *sizes: int) -> syncbn.SyncBatchNorm:
         nn.init.normal_(parameter)
     layer = syncbn.convert_syncbn_model(copy.deepcopy(alone))
     x = torch.randn(sum(sizes), C, 5, dtype=torch.float64).to(ranks.device).requires_grad_()
-    local = ranks.slices([*sizes])
+    local = ranks.local_slice([*sizes])
     local_x = x[local].detach().requires_grad_()
     y, expected = layer(local_x), alone(x)
     y.sin().sum().backward()
     expected.sin().sum().backward()
     close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
     close((y, local_x.grad), (expected[local], x.grad[local]))
-    close([ranks.total(parameter.grad) for parameter in layer.parameters()], [p.grad for p in alone.parameters()])
+    close(
+        [ranks.all_reduce_sum(parameter.grad) for parameter in layer.parameters()], [p.grad for p in alone.parameters()]
+    )
     close(layer.state_dict(), alone.state_dict())
     return layer
 
@@ -155,7 +157,10 @@ def test_promise_8_a_bad_argument_is_raised_on_every_rank(ranks: Ranks) -> None:
     is_faulty = ranks.rank == ranks.size - 1
     where = f"in SyncBatchNorm forward, call 1.\nrank {ranks.size - 1}: ValueError: "
     message = "expected 3 channels in dim 1 of the input, got 4 .*; correct num_features"
-    with unchanged(layer), pytest.raises(ValueError, match=("^SyncBatchNorm: " if is_faulty else where) + message):
+    with (
+        preserved_state(layer),
+        pytest.raises(ValueError, match=("^SyncBatchNorm: " if is_faulty else where) + message),
+    ):
         layer(torch.randn(4, C + is_faulty))
     layer(torch.randn(4, C))  # The group can still be used.
 
@@ -169,5 +174,8 @@ def test_promise_9_ranks_in_different_layers_never_continue_in_silence(ranks: Ra
     for layer in layers:
         layer(x)
     layer = layers[ranks.rank > 0]
-    with unchanged(layer), pytest.raises(RuntimeError, match="syncbn: the ranks are in different layers or calls"):
+    with (
+        preserved_state(layer),
+        pytest.raises(RuntimeError, match="syncbn: the ranks are in different layers or calls"),
+    ):
         layer(x)

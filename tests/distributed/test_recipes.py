@@ -45,7 +45,7 @@ def channel_values(batches: list[Tensor]) -> Tensor:
 
 def require_as_one(ranks: Ranks, num_samples: int, run: Callable[[slice, int | None], Results]) -> None:
     """Compare `run(samples, process_group)` of each rank's samples with that of all samples in a group of one rank."""
-    own = ranks.even(num_samples)
+    own = ranks.even_slice(num_samples)
     rows, others = run(own, None)
     whole, expected = run(slice(None), 1)
     close((rows, others), ([tensor[own] for tensor in whole], expected))
@@ -133,7 +133,7 @@ def test_a_loss_scaled_by_the_number_of_samples_gives_the_gradients_of_one_proce
     ddp = DistributedDataParallel(syncbn.convert_syncbn_model(copy.deepcopy(alone)))
     x, labels = torch.randn(sum(sizes), 4).to(ranks.device), torch.randint(5, (sum(sizes),)).to(ranks.device)
     F.cross_entropy(alone(x), labels).backward()
-    own = {"x": x[ranks.slices(sizes)], "labels": labels[ranks.slices(sizes)]}
+    own = {"x": x[ranks.local_slice(sizes)], "labels": labels[ranks.local_slice(sizes)]}
     names = run_block("uneven_data.md", "loss = F.cross_entropy(ddp(x), ", ddp=ddp, world_size=ranks.size, **own)
     names["loss"].backward()
     close([parameter.grad for parameter in ddp.parameters()], [parameter.grad for parameter in alone.parameters()])
@@ -212,7 +212,10 @@ def test_a_recurrent_network_may_call_a_layer_more_often_on_some_ranks(ranks: Ra
             loss = loss + norm(own[:0]).sum()
     (loss + own.cos().sum()).backward()
     close([own, leaf.grad, *norm.buffers()], [hidden[ranks.rank], whole.grad[ranks.rank], *alone[1].buffers()])
-    close([ranks.total(weight.grad) for weight in model.parameters()], [weight.grad for weight in alone.parameters()])
+    close(
+        [ranks.all_reduce_sum(weight.grad) for weight in model.parameters()],
+        [weight.grad for weight in alone.parameters()],
+    )
 
 
 # docs/running_statistics.md
@@ -303,7 +306,7 @@ def test_torch_func_gives_the_gradients_and_buffers_of_one_process(ranks: Ranks)
     images = torch.randn(2 * ranks.size, 3).to(ranks.device)
     labels = torch.randint(5, (len(images),)).to(ranks.device)
     given = {"model": syncbn.convert_syncbn_model(copy.deepcopy(model))}
-    own = {"images": images[ranks.even(len(images))], "labels": labels[ranks.even(len(images))]}
+    own = {"images": images[ranks.even_slice(len(images))], "labels": labels[ranks.even_slice(len(images))]}
     names = run_block("torch_features.md", "from torch.func import functional_call", **given, **own)
     F.cross_entropy(model(images), labels).backward()
     close(names["gradients"], {name: parameter.grad for name, parameter in model.named_parameters()})
@@ -322,7 +325,7 @@ def test_the_values_of_nested_tensors_are_one_batch(ranks: Ranks) -> None:
     """The ranks' sequences differ in length and number. The NestedTensor itself is refused."""
     normalize_nested = run_block("torch_features.md", "def normalize_nested")["normalize_nested"]
     lengths = [1 + sequence % 3 for sequence in range(2 * ranks.size + 1)]
-    whole, own = torch.randn(sum(lengths), 3).to(ranks.device), ranks.slices([2] * (ranks.size - 1) + [3])
+    whole, own = torch.randn(sum(lengths), 3).to(ranks.device), ranks.local_slice([2] * (ranks.size - 1) + [3])
     layer = syncbn.SyncBatchNorm(3, device=ranks.device)
     nested = torch.nested.nested_tensor([*whole.split(lengths)[own]], layout=torch.jagged, requires_grad=True)
     if ranks.device.type == "cpu":  # On a GPU the group could not continue after a fault.

@@ -15,7 +15,7 @@ from subclasses_of_batchnorm import BatchNormAct2d
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
-from training import CountCollectives, unchanged
+from training import CountCollectives, preserved_state
 from voting import Ranks
 
 import syncbn
@@ -57,7 +57,7 @@ def test_micro_batches_count_as_one(ranks: Ranks, momentum: float | None, checkp
     model = nn.Sequential(layer, frozen, make_layer(ranks, track_running_stats=False))
     expected = nn.BatchNorm1d(C, momentum=momentum, dtype=torch.float64, device=ranks.device)
     for indices in (range(3), range(3, 6)):
-        with unchanged(frozen), syncbn.accumulate_running_stats(model):
+        with preserved_state(frozen), syncbn.accumulate_running_stats(model):
             for index in indices:
                 before = layer.running_mean.clone()
                 x = local_batch(ranks, index).requires_grad_()
@@ -80,7 +80,7 @@ def test_a_forward_that_increments_the_counter_itself_counts_once(ranks: Ranks) 
 def test_an_exception_discards_the_statistics_of_the_block_only(ranks: Ranks) -> None:
     layer, x = make_layer(ranks), local_batch(ranks, 0)
     model = nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(2))
-    with unchanged(layer), pytest.raises(KeyError), syncbn.accumulate_running_stats(model):  # noqa: PT012
+    with preserved_state(layer), pytest.raises(KeyError), syncbn.accumulate_running_stats(model):  # noqa: PT012
         layer(x)
         raise KeyError
     layer(x)
@@ -119,7 +119,7 @@ def check_refused(ranks: Ranks, model: nn.Module, call: Callable[[Tensor], objec
     0 make this call in a block instead of calling the model."""
     refused = "this call updates running statistics that are not those which the layer had when"
     raises = pytest.raises(ValueError, match=rf"norm(:| forward(.|\n)*ranks? 0.*: ValueError:) {refused}")
-    with unchanged(model), raises, syncbn.accumulate_running_stats(model):
+    with preserved_state(model), raises, syncbn.accumulate_running_stats(model):
         (model if on_one_rank and ranks.rank else call)(local_batch(ranks, 0))
 
 
@@ -219,7 +219,7 @@ def test_constant_channels_have_variance_0_but_exact_second_derivatives(ranks: R
     _, var, count = sync_batch_stats(x)
     assert var.ge(0).all()
     (first,) = torch.autograd.grad(var.sum(), x, create_graph=True)
-    local = directions[ranks.even(len(directions))]
+    local = directions[ranks.even_slice(len(directions))]
     (second,) = torch.autograd.grad((first * local).sum(), x)
     torch.testing.assert_close(second, ranks.size * 2 / int(count) * (local - directions.mean(0)))
 

@@ -19,7 +19,7 @@ import voting
 from mixtures import MIXTURES, HookedStore, Model, X
 from subclasses_of_batchnorm import BatchNormAct2d
 from torch import Tensor
-from training import CountCollectives, unchanged
+from training import CountCollectives, preserved_state
 from voting import Ranks
 
 import syncbn
@@ -51,7 +51,7 @@ def test_ranks_that_differ_raise_before_statistics_are_mixed(ranks: Ranks, name:
     model = Model(dist.group.WORLD)
     model(X).sum().backward()
     y, other = model.bn2(X), model.bn2(2 * X)
-    with unchanged(model), pytest.raises(RanksDifferError, match=expected.replace("OTHERS", other_ranks(ranks))):
+    with preserved_state(model), pytest.raises(RanksDifferError, match=expected.replace("OTHERS", other_ranks(ranks))):
         calls[ranks.rank > 0](model, y, other)
     model.bn1.eps = model.bn2.eps
     assert model(X).isfinite().all()  # the group still works
@@ -62,7 +62,7 @@ def test_a_backward_without_forward_is_not_a_forward(ranks: Ranks) -> None:
     layer, x = layer_and_input()
     arguments = x, x, torch.zeros(3), torch.ones(3)
     batch_norm_backward(*arguments)
-    with unchanged(layer), pytest.raises(RanksDifferError, match="different layers or calls"):
+    with preserved_state(layer), pytest.raises(RanksDifferError, match="different layers or calls"):
         layer(x) if ranks.rank else batch_norm_backward(*arguments)
 
 
@@ -108,7 +108,7 @@ def test_ranks_unchecked_are_not_compared(ranks: Ranks, sign_nothing: Callable[[
     layer(X).square().sum().backward()
     torch.autograd.grad(layer(X).square().sum(), X, create_graph=True)
     message = "rank 0: ValueError: expected 3 channel" if ranks.rank else "^bn1: expected 3 channel"
-    with unchanged(model), pytest.raises(ValueError, match=message):
+    with preserved_state(model), pytest.raises(ValueError, match=message):
         model(X if ranks.rank else X[:, :2])
     assert model(X).isfinite().all()
 

@@ -20,7 +20,7 @@ from jobs import wait_until
 from mixtures import MIXTURES, Model, X
 from played_gpu import play
 from torch import Tensor
-from training import CountCollectives, unchanged
+from training import CountCollectives, preserved_state
 from voting import Ranks, Reports
 
 import syncbn
@@ -73,7 +73,7 @@ def error_text(call: Callable[[], object], error: type[Exception] = RanksDifferE
 def test_ranks_in_different_calls_raise_at_the_next_call(ranks: Ranks, model: Model, name: str) -> None:
     *calls_of_ranks, expected = MIXTURES[name]
     y, other = model.bn2(X), model.bn2(2 * X)
-    with unchanged(model):
+    with preserved_state(model):
         with contextlib.suppress(RanksDifferError):  # Also the second all_reduce of a call may raise.
             calls_of_ranks[ranks.rank](model, y, other)
         text = error_text(lambda: model.bn1(X))
@@ -280,16 +280,16 @@ def test_the_watchdog_logs_a_fault_of_the_last_step_when_the_group_ends(
     ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, uses_default_group: bool
 ) -> None:
     play(monkeypatch, poll_seconds=1000.0)
-    voting.world.make_anew()
+    voting.world.replace_group()
     model = Model()
     if uses_default_group:
         model.bn1.process_group = model.bn2.process_group = None
     model(X).sum().backward()
     (model.bn1 if ranks.rank else model.bn2)(X)
-    voting.world.leave()
+    voting.world.destroy_groups()
     wait_until(lambda: f"syncbn: rank {ranks.rank} has detected a fault on the GPU.\n" in caplog.text)
     assert "rank 0: in bn2 forward, call 2\nrank 1: in bn1 forward, call 2\n" in caplog.text
-    voting.world.enter()
+    voting.world.create_group()
 
 
 def test_the_error_names_a_rank_that_does_not_answer(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import voting
-from equal_to_torch import with_gaps
+from equal_to_torch import strided_copy
 from torch import Tensor, nn
 from training import CountCollectives, frees_first_batch, step
 from voting import Ranks
@@ -56,7 +56,7 @@ def test_a_rank_with_a_profiler_or_mode_trains_with_ranks_on_the_fast_path(
 def test_other_ranks_learn_that_a_copy_did_not_fit_into_memory(ranks: Ranks) -> None:
     """All ranks fail here, and none waits. The copy of an expanded input would have 2^50 bytes."""
     layer, x = layer_and_input(ranks)
-    layer(with_gaps(x))
+    layer(strided_copy(x))
     with pytest.raises(RuntimeError, match="allocate memory"):
         layer(torch.ones(1, C, 1).expand(2**20, C, 2**28))
     error = watchdog.this_rank().position().error
@@ -94,12 +94,12 @@ def test_a_layer_that_was_called_does_not_keep_its_group_and_finds_the_next(
     ranks: Ranks, process_group: str | int | None
 ) -> None:
     """gloo closes its connections, which wakes the other ranks, when the last reference to a group is released."""
-    voting.world.make_anew()  # An error of another test may keep the old group.
+    voting.world.replace_group()  # An error of another test may keep the old group.
     spec = ranks.size if process_group == "all" else process_group
     layer, x = layer_and_input(ranks, process_group=spec, momentum=1.0)
     layer(x).sum().backward()
     expected, group = layer.running_mean.clone(), weakref.ref(dist.group.WORLD)
-    voting.world.make_anew()
+    voting.world.replace_group()
     gc.collect()
     assert group() is None
     layer.reset_running_stats()

@@ -14,7 +14,7 @@ import torch
 from tensor_subclasses import Image, MetaImage, as_class, plain
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Checkpointed, mine, require_equal_state, shard, small_model, train, whole_batches
+from training import Checkpointed, rank_slices, require_equal_state, shard, small_model, train, whole_batches
 from voting import Ranks
 
 import syncbn
@@ -29,7 +29,7 @@ def test_trains_with_activation_checkpointing_as_one_process(ranks: Ranks, use_r
     train(alone, x, labels)
     blocks = nn.Sequential(model[0], Checkpointed(model[1], use_reentrant=use_reentrant), *model[2:])
     wrapped = DistributedDataParallel(blocks) if use_reentrant else shard(blocks, ranks)
-    own_x, own_labels = mine(ranks, x, labels)
+    own_x, own_labels = rank_slices(ranks, x, labels)
     train(wrapped, as_class(own_x, Tensor if ranks.rank else MetaImage), own_labels)
     require_equal_state(model, alone)
 

@@ -54,7 +54,7 @@ def new_group(ranks: Ranks) -> None:
     start = torch.tensor(next(positions._default_groups))
     dist.all_reduce(start, dist.ReduceOp.MAX)
     positions._default_groups = itertools.count(int(start))
-    voting.world.make_anew()
+    voting.world.replace_group()
 
 
 class Net(nn.Module):
@@ -212,7 +212,7 @@ def test_errors_while_the_store_does_not_answer(
     """The process of the store may have ended, or be stopped. A rank waits for the store for a bounded time, and does
     not report a cause that it cannot know."""
     set_seconds(ANSWER_SECONDS=0.2, READ_SECONDS=0.2)
-    voting.world.make_anew()
+    voting.world.replace_group()
     layer, ends = syncbn.SyncBatchNorm(3), threading.Event()
     layer(X)
 
@@ -236,7 +236,7 @@ def test_errors_while_the_store_does_not_answer(
     with pytest.raises(error, match=message):
         layer(X if ranks.rank == 0 else X[:, :2] if has_bad_argument else X.double())
     ends.set()
-    voting.world.make_anew()
+    voting.world.replace_group()
 
 
 # When the watchdog warns.
@@ -294,7 +294,7 @@ def test_a_wait_of_one_of_two_threads(ranks: Ranks, reports: Reports) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while ranks.total(torch.tensor(thread.is_alive())):
+    while ranks.all_reduce_sum(torch.tensor(thread.is_alive())):
         training(X)
 
 
@@ -338,7 +338,7 @@ def test_a_second_model_with_other_channels(
     use_store(dist.PrefixStore(f"{second_class} {new_group} {is_seen}", voting.world.store))
     for channels, class_name in ((3, "First"), (4, second_class)):
         if channels == 3 or new_group:
-            voting.world.make_anew()
+            voting.world.replace_group()
         model = type(class_name, (nn.Module,), {})()
         model.bn = nn.BatchNorm1d(channels)
         syncbn.convert_syncbn_model(model)
@@ -361,13 +361,13 @@ def test_default_groups_leave_no_thread_key_or_record(ranks: Ranks, use_store: C
     num_records, store, layer = len(records()), dist.HashStore(), syncbn.SyncBatchNorm(3)
     use_store(store)
     for _ in range(3):
-        voting.world.make_anew()
+        voting.world.replace_group()
         for group in (None, dist.new_group(), dist.new_group()):
             layer.process_group = group
             layer(X).sum().backward()
         del group
     del layer
-    voting.world.make_anew()
+    voting.world.replace_group()
     wait_until(lambda: len(records()) <= num_records)  # Threads end soon.
     assert store.num_keys() == 2  # the position, and how the layer was called last
 
@@ -376,10 +376,10 @@ def test_an_old_default_group_that_is_released_late(ranks: Ranks, use_store: Cal
     """The end of the old group does not overwrite the position of this rank in the new group. Readers would then ignore
     all values of this rank, and report ranks that differ where layers only get new numbers."""
     use_store(dist.PrefixStore("released late", voting.world.store))
-    voting.world.make_anew()
+    voting.world.replace_group()
     watchdog.this_rank()
     old_group = dist.group.WORLD  # DistributedDataParallel or a traceback may hold it.
-    voting.world.make_anew()
+    voting.world.replace_group()
     rank = watchdog.this_rank()
     rank.write("a key", 1)
     del old_group
