@@ -136,7 +136,7 @@ def test_info_explains_missing_kernels(tmp_path: Path) -> None:
 
 def test_check_without_torchrun_checks_one_process() -> None:
     printed = run_program("check", RANK="0")
-    assert re.search(r"^1 rank \(none, cpu\) and one process(?s:.*)\npassed\n", printed)
+    assert re.search(r"^1 rank \(none, cpu\) and one process(?s:.*)\npassed on one rank: no ranks were ", printed)
     assert re.search(r"^float32  parameter  \d\.\de[+-]\d\d  1\.0e-04$", printed, re.MULTILINE)
     draw = "model = program._model()\nmodel.append(program.nn.RReLU(-2, 2))\nprogram._model = lambda: model"
     assert "FAILED" in run_program("check", change=draw, status=1)  # the model draws random numbers

@@ -118,10 +118,8 @@ def test_a_rank_outside_of_the_group_may_build_and_evaluate_a_layer_but_not_trai
         if ranks.rank == 0:
             layer(random_batch(ranks))
         else:
-            with (
-                preserved_state(layer),
-                pytest.raises(ValueError, match=r"not in .* set layer.process_group on each rank"),
-            ):
+            message = r"not in .* set layer.process_group on each rank"
+            with preserved_state(layer), pytest.raises(ValueError, match=message):
                 layer(random_batch(ranks))
     reverted = syncbn.revert_syncbn_model(syncbn.convert_syncbn_model(nn.SyncBatchNorm(2), group))
     assert reverted.process_group is (dist.GroupMember.NON_GROUP_MEMBER if ranks.rank else group)

@@ -85,8 +85,10 @@ def test_another_order_of_models_of_one_class_raises(
     models, orders = collections.defaultdict(build_model), OTHER_ORDERS[name]
     *letters, last = orders[ranks.rank != 1]
     train(*(models[letter] for letter in letters), num_steps=1)
-    with pytest.raises(RanksDifferError, match=DIFFER):
+    with pytest.raises(RanksDifferError, match=DIFFER) as error:
         models[last](x())
+    assert str(error.value).count("; number ") == ranks.size
+    assert "Several models of one class" in str(error.value)
 
 
 def test_two_models_of_one_class_never_share_a_number(ranks: Ranks) -> None:
