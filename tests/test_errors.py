@@ -47,15 +47,12 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: layer(fuse_relu="no")(X), lambda: layer(fuse_relu=0)(X), TypeError, "fuse_relu must be a bool, got 'no' of type str; pass a bool"),
     (lambda: layer(channel_last=torch.ones(2) > 0).eval()(X), lambda: layer(channel_last=np.False_).eval()(X), TypeError, "channel_last must be a bool, got tensor([True, True]) of type Tensor; pass a bool"),
     (lambda: layer(track_running_stats=[1])(X), lambda: layer(track_running_stats=1.0)(X), TypeError, "track_running_stats must be a bool, got [1] of type list; pass a bool"),
-    (lambda: function(fuse_relu=torch.tensor(True)), lambda: function(fuse_relu=np.True_), TypeError, "fuse_relu must be a bool, got tensor(True) of type Tensor; pass a bool"),
     (lambda: function(training=False, fuse_relu=None), lambda: function(training=False, fuse_relu=1), TypeError, "fuse_relu must be a bool, got None of type NoneType; pass a bool"),
     (lambda: layer(process_group=0), lambda: layer(process_group=1), ValueError, "process_group=0: the number of ranks per group is at least 1"),
     (lambda: layer(process_group=True), lambda: layer(process_group=1), TypeError, "got True of type bool"),
     (lambda: layer(process_group="host"), lambda: layer(process_group=2), TypeError, "got 'host' of type str; for a DeviceMesh, pass mesh.get_group(); for one group per node, int(os.environ"),
     (lambda: layer(process_group=GroupMember.NON_GROUP_MEMBER)(X), lambda: layer(process_group=GroupMember.NON_GROUP_MEMBER).eval()(X), ValueError, "this rank is not in the layer's process_group"),
-    (lambda: layer(process_group=[0, 1]), lambda: layer(process_group=2), TypeError, "got [0, 1] of type list"),
     (lambda: layer()(X[0, 0]), lambda: layer()(X[:, :, 0]), ValueError, "expected at least 2D input (got 1D input"),
-    (lambda: layer()(X.sum()), lambda: layer()(X[:, :, 0]), ValueError, "expected at least 2D input (got 0D input"),
     (lambda: layer(channel_last=True)(X), lambda: layer(channel_last=True)(X.mT), ValueError, "expected 3 channels in dim -1 of the input, got 5"),
     (lambda: layer().eval()(X.int()), lambda: layer().eval()(X), TypeError, "got torch.int32"),
     (lambda: layer()(X.numpy()), lambda: layer()(X), TypeError, "expected a Tensor as input, got ndarray"),
@@ -66,13 +63,10 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: layer()(X.to("meta")), lambda: layer()(X), ValueError, "the input is on meta but running_mean on cpu; move one with .to(device)"),
     (lambda: backward(invstd=None), backward, TypeError, "expected invstd to be a float tensor, got NoneType; use torch.as_tensor"),
     (lambda: backward(mean=torch.ones(5)), backward, ValueError, "expected mean of shape (3,), as the input has 3 channels in dim 1 (input shape (4, 3, 5)), got (5,)"),
-    (lambda: backward(weight=torch.ones(4)), backward, ValueError, "expected weight of shape (3,), as the input has 3 channels in dim 1 (input shape (4, 3, 5)), got (4,)"),
     (lambda: backward(output_mask=None), lambda: backward(output_mask=[1, np.True_, False]), ValueError, "output_mask must be three bools, for input, weight and bias, got None"),
     (lambda: backward(output_mask="yes"), lambda: backward(output_mask=np.array([True, False, True])), ValueError, "output_mask must be three bools, for input, weight and bias, got 'yes'"),
     (lambda: backward(grad_output=X[..., :1]), backward, ValueError, "grad_output of the input's shape (4, 3, 5), got (4, 3, 1)"),
-    (lambda: backward(input=X[:, 0, 0]), backward, ValueError, "expected at least 2D input (got 1D input"),
     (lambda: backward(input=X.long()), backward, TypeError, "input, got torch.int64"),
-    (lambda: syncbn.create_syncbn_process_group(-1), lambda: syncbn.create_syncbn_process_group(0), ValueError, "group_size must be an int that is not negative, got -1"),
     (lambda: syncbn.create_syncbn_process_group("2"), lambda: syncbn.create_syncbn_process_group(0), ValueError, "group_size must be an int that is not negative, got '2'"),
     (lambda: function(running_var=None), lambda: function(running_mean=None, running_var=None), ValueError, "must either both be None or neither be None"),
     (lambda: function(training=False, running_mean=None, running_var=None), lambda: function(training=False), ValueError, "running_mean must be defined in evaluation mode"),
@@ -83,7 +77,6 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: layer()(X, mask=torch.ones(4)), lambda: layer()(X, mask=torch.ones(4) != 0), TypeError, "got torch.float32; use mask != 0"),
     (lambda: syncbn.convert_syncbn_model(torch.nn.BatchNorm2d), lambda: syncbn.convert_syncbn_model(torch.nn.BatchNorm2d(3)), TypeError, "expected an nn.Module, got <class 'torch.nn.modules.batchnorm.BatchNorm2d'> of type type; pass the model"),
     (lambda: syncbn.accumulate_running_stats(None).__enter__(), lambda: syncbn.accumulate_running_stats(layer()).__enter__(), TypeError, "expected an nn.Module, got None of type NoneType; pass the model"),
-    (lambda: syncbn.accumulate_running_stats([layer()]).__enter__(), lambda: syncbn.accumulate_running_stats(layer()).__enter__(), TypeError, "expected an nn.Module, got [SyncBatchNorm(3"),
     (lambda: syncbn.revert_syncbn_model(3), lambda: syncbn.revert_syncbn_model(torch.nn.Linear(2, 2)), TypeError, "expected an nn.Module, got 3 of type int; pass the model"),
     (lambda: syncbn.revert_syncbn_model(layer(), syncbn.SyncBatchNorm2d), lambda: syncbn.revert_syncbn_model(torch.nn.SyncBatchNorm(3), torch.nn.BatchNorm2d), ValueError, "target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got <class 'syncbn"),
     (lambda: syncbn.summary([layer()]), lambda: syncbn.summary(layer()), TypeError, "expected an nn.Module, got [SyncBatchNorm(3"),
@@ -195,13 +188,3 @@ def test_a_mask_on_a_gpu_hides_one_value_per_channel(monkeypatch: pytest.MonkeyP
     masked = layer()
     masked(torch.randn(2, 3), mask=torch.tensor([True, False]))
     assert torch.equal(masked.running_var, torch.ones(3))
-
-
-def test_an_error_keeps_its_cause() -> None:
-    class OwnCheck(torch.nn.BatchNorm1d):
-        def _check_input_dim(self, input: Tensor) -> None:
-            raise ValueError("my own words") from KeyError("why")
-
-    with pytest.raises(ValueError, match=r"^SyncOwnCheck: my own words") as raised:
-        syncbn.convert_syncbn_model(OwnCheck(3))(torch.ones(2, 3))
-    assert isinstance(raised.value.__cause__, KeyError)
