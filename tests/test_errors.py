@@ -41,6 +41,8 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: layer(num_features=0), lambda: layer(num_features=1), ValueError, "num_features must be a positive int, got 0"),
     (lambda: layer(eps=0), lambda: layer(eps=1e-30), ValueError, "eps must be positive during training, but got 0"),
     (lambda: layer(eps=float("nan")), lambda: layer(eps=1), ValueError, "eps must be positive during training, but got nan"),
+    (lambda: function(training=False, eps=-1e-5), lambda: function(training=False, eps=0), ValueError, "eps must be non-negative, but got -1e-05"),
+    (lambda: function(training=False, eps=float("nan")), lambda: function(training=False, eps=0), ValueError, "eps must be non-negative, but got nan"),
     (lambda: layer(eps="1"), lambda: layer(eps=np.float64(0.1), momentum=np.float64(0.1))(X), TypeError, "eps must be a float, got '1' of type str; pass a float"),
     (lambda: layer(momentum=Decimal("0.1")), lambda: layer(momentum=Fraction(1, 10))(X), TypeError, "momentum must be a float, got Decimal('0.1') of type Decimal; pass a float"),
     (lambda: function(momentum=None), lambda: function(momentum=np.float32(0.1)), TypeError, "momentum must be a float, got None of type NoneType; pass a float"),
@@ -101,25 +103,6 @@ def test_shapes_that_torch_rejects_raise_the_same_text(dims: int, x: Tensor) -> 
         getattr(torch.nn, f"BatchNorm{dims}d")(3)(x)
     with pytest.raises(ValueError, match=re.escape(str(expected.value).partition(", got")[0])):
         getattr(syncbn, f"SyncBatchNorm{dims}d")(3)(x)
-
-
-@pytest.mark.parametrize("eps", [-1e-5, float("nan")])
-def test_eps_may_be_zero_in_evaluation_only(eps: float) -> None:
-    """As in F.batch_norm. Evaluation without running statistics has the limit of training."""
-    batch_layer, plain, subclass = layer(), layer(), syncbn.convert_syncbn_model(BatchNormAct2d(3))
-    batch_layer.running_mean = batch_layer.running_var = None
-    for evaluated in (batch_layer, plain, subclass):
-        evaluated.eval().eps = eps
-    for call in (lambda: function(training=False, eps=eps), lambda: plain(X), lambda: subclass(X[..., None])):
-        with pytest.raises(ValueError, match=f"eps must be non-negative, but got {eps}"):
-            call()
-    for mask in (None, torch.ones(4, dtype=torch.bool)):
-        with pytest.raises(ValueError, match=f"eps must be positive during training, but got {eps}"):
-            batch_layer(X, mask=mask)
-    plain.eps = torch.tensor(1e-5)  # nn.BatchNorm accepts a tensor, too.
-    torch.testing.assert_close(plain(X), layer().eval()(X))
-    plain.eps = subclass.eps = 0.0
-    assert all(y.isfinite().all() for y in (function(training=False, eps=0), plain(X), subclass(X[..., None])))
 
 
 @pytest.mark.parametrize("layer_class", [torch.nn.BatchNorm2d, BatchNormAct2d, CallsSuper2d])

@@ -102,14 +102,10 @@ def channels_last(x: Tensor) -> Tensor:
     return x.to(memory_format=torch.channels_last)
 
 
-def without_warnings(make: Callable[[], Tensor]) -> Tensor:
-    with warnings.catch_warnings(action="ignore"):
-        return make()
-
-
 def nested() -> Tensor:
     """Return a tensor without sizes and strides. A guard that compares its strides aborts the process."""
-    return without_warnings(lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
 
 
 def refuse(layer: nn.Module, x: Tensor) -> None:
@@ -145,17 +141,10 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "strides of x alone": ({"input": channels_last(X)}, FAST),
     "x and z not dense": ({"input": strided_copy(X), "z": strided_copy(Z)}, FAST),
     "dtype of x": ({"input": X.double(), "z": Z.double()}, FAST),
-    "integers": ({"input": X.int()}, TypeError),
-    "no input": ({"input": None}, TypeError),
-    "text": ({"input": "text"}, TypeError),
-    "sparse x": ({"input": X.to_sparse()}, TypeError),
-    "sparse CSR x": ({"input": without_warnings(X.to_sparse_csr)}, TypeError),
-    "x of MKL-DNN": ({"input": X.to_mkldnn()}, TypeError),
     **{f"nested {name}": ({name: nested()}, TypeError) for name in ("input", "z", *PER_CHANNEL)},
     "no residual": ({"z": None}, FAST),
     "shape of the residual": ({"z": Z[:1]}, ValueError),
     "strides of the residual": ({"z": channels_last(Z)}, FAST),
-    "integers in the residual": ({"z": Z.int()}, TypeError),
     "dtype of the residual": ({"z": Z.double()}, FAST),
     **{f"no {name}": ({name: None}, FAST) for name in ("weight", "bias", "counter")},
     "no statistics": ({"running_mean": None, "running_var": None}, FAST),
@@ -181,15 +170,12 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "eps": ({"eps": 0.5}, FAST),
     "eps is an int": ({"eps": 1}, DISPATCHED),
     "eps of NumPy": ({"eps": np.float64(1.0)}, DISPATCHED),
-    "eps is a list": ({"eps": [1.0]}, TypeError),
-    "eps is 0": ({"eps": 0.0}, ValueError),
     "no momentum": ({"momentum": None}, FAST),
     "momentum is an int": ({"momentum": 1}, FAST),
     "momentum without a counter": ({"momentum": None, "counter": None}, TypeError),
     "momentum is a tensor": ({"momentum": torch.tensor(0.5)}, DISPATCHED),
     "channel_dim": ({"channel_dim": 2}, FAST),
     "channel_dim from the right": ({"channel_dim": -1}, FAST),
-    "class of channel_dim": ({"channel_dim": 1.0}, TypeError),
     "relu": ({"relu": True}, FAST),
     "relu without a residual": ({"relu": True, "z": None}, FAST),
     "class of relu": ({"relu": np.bool_(False)}, DISPATCHED),

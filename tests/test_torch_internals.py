@@ -140,18 +140,6 @@ def test_graphs_ask_for_transforms() -> None:
     torch.testing.assert_close(compiled(x), (42 * x, x.sin(), x.sin(), 42 * x))
 
 
-def test_an_export_is_distinguished_from_a_compiled_graph() -> None:
-    """Dynamo compiles both, and torch 2.11 reports every graph as an export."""
-
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 1 if internals.is_exporting() else x
-
-    model, x = Model(), torch.zeros(2)
-    assert torch.compile(model, backend="eager", fullgraph=True)(x).tolist() == [0, 0]
-    assert torch.export.export(model, (x,), strict=True).module()(x).tolist() == [1, 1]
-
-
 def test_a_record_of_a_trace_belongs_to_its_frame() -> None:
     """In another frame, and outside of any frame, the record is unknown."""
 

@@ -32,7 +32,6 @@ def nodes(graph: fx.Graph) -> list[tuple[str, str]]:
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "constructed": lambda: syncbn.SyncBatchNorm(3),
     "2d": lambda: syncbn.SyncBatchNorm2d(3, momentum=None),
     "converted": lambda: syncbn.convert_syncbn_model(nn.BatchNorm2d(3)),
     "calls super": lambda: syncbn.convert_syncbn_model(CallsSuper2d(3)),
@@ -90,14 +89,6 @@ def test_code_around_the_forward_is_refused_because_it_would_run_twice() -> None
         with pytest.raises(TraceError, match=r"body\.1 \(\w+\) cannot be a leaf here: .* twice; .* is_leaf_module"):
             fx.symbolic_trace(model)
         assert torch.equal(fx.GraphModule(model, LeafTracer().trace(model))(X), model(X))
-
-
-def test_a_layer_outside_of_the_traced_model_is_refused_like_torchs() -> None:
-    proxy = fx.Proxy(fx.Graph().placeholder("x"))
-    for layer in (syncbn.SyncBatchNorm2d(3), LAYERS["calls super"]()):
-        for trace in (fx.symbolic_trace, lambda layer: layer(proxy)):
-            with pytest.raises(TraceError, match=r"only a submodule .*; trace a module that contains this layer"):
-                trace(layer)
 
 
 fx.wrap("sync_batch_norm")
