@@ -1,6 +1,7 @@
 """Tests that a bad argument raises an error with its values and the remedy, and that its nearest neighbour is accepted."""
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -108,16 +109,9 @@ def test_shapes_that_torch_rejects_raise_the_same_text(dims: int, x: Tensor) -> 
 @pytest.mark.parametrize("layer_class", [torch.nn.BatchNorm2d, BatchNormAct2d, CallsSuper2d])
 def test_errors_of_a_layer_name_it_and_the_remedy(layer_class: type[torch.nn.BatchNorm2d]) -> None:
     """F.batch_norm, which a subclass may call, only raises "running_mean should contain 5 elements not 3"."""
-
-    class Model(torch.nn.ModuleDict):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x)
-
-    text = (
-        "expected 3 channels in dim 1 of the input, got 5 (input shape (2, 5, 4, 4)); correct num_features, "
-        "channel_last or channel_dim"
-    )
-    model = Model({"body": torch.nn.Sequential(syncbn.convert_syncbn_model(layer_class(3)))})
+    text = "expected 3 channels in dim 1 of the input, got 5 (input shape (2, 5, 4, 4)); correct num_features, channel_last"
+    body = torch.nn.Sequential(syncbn.convert_syncbn_model(layer_class(3)))
+    model = torch.nn.Sequential(OrderedDict(body=body))
     for name in (f"Sync{layer_class.__name__}", "body.0"):  # A layer that was converted alone has no name.
         for training in (True, False):
             model.train(training)(torch.randn(2, 3, 4, 4))

@@ -25,31 +25,20 @@ from syncbn.statistics import from_sums, unpack, update_buffers
 # values of one channel, or 32 or 64 adjacent channels. A part is what one partial sum adds.
 SIZES = [
     (5, 2, 49),  # C++: a run just longer than the shortest. Triton: rows of one value.
-    (70, 2, 37),  # Triton: rows of one value, two parts
-    (40, 1, 60),  # Triton: rows of four values, two parts
+    (70, 2, 37), (40, 1, 60),  # Triton: rows of one value, and of four values; two parts
     (9, 3, 31),  # C++: rows with 31 columns of each of three channels
     (140, 17, 1),  # C++: short rows, and a long row that is not full. Triton: two parts, a span that is not full.
     (9, 70, 1),  # C++: long rows that are not whole vectors. Triton: three spans of 32 channels.
     (9, 100, 1),  # Triton: two spans of 64 channels
-    (7, 3, 1),  # C++: fewer rows than a long row has
-    (1, 1, 1),
-    (0, 3, 4),  # an empty rank
-    (3, 2, 0),
-    (3, 0, 2),
-    (4, 0, 40),
-]
+    (7, 3, 1), (1, 1, 1),  # C++: fewer rows than a long row has
+    (0, 3, 4), (3, 2, 0), (3, 0, 2), (4, 0, 40),  # empty ranks
+]  # fmt: skip
 CPU_SIZES = [
-    (4, 3, 63),  # 63 is not a multiple of any vector.
-    (2, 5, 1000),
-    (9, 256, 1),
-    (600, 3, 40),  # two parts of runs
-    (100, 350, 3),  # two parts of rows; several blocks of channels, like the other sizes below
-    (9, 2100, 1),
-    (3, 150, 31),
-    (2, 2100, 32),
-    (2, 9000, 1),  # needs scratch memory
-    (2, 9000, 0),
-]
+    (4, 3, 63), (2, 5, 1000), (9, 256, 1),  # 63 is not a multiple of any vector.
+    (600, 3, 40), (100, 350, 3),  # two parts of runs, and of rows; (100, 350, 3) and the next have several blocks
+    (9, 2100, 1), (3, 150, 31), (2, 2100, 32),
+    (2, 9000, 1), (2, 9000, 0),  # need scratch memory
+]  # fmt: skip
 OPTIONS = ["no options", "residual", "relu", "relu, residual", "relu, residual, grad_residual"]
 
 

@@ -175,16 +175,7 @@ def test_the_backward_of_an_evaluation_after_a_later_training_call_is_an_error(e
         torch.testing.assert_close(x.grad, (layer.running_var + layer.eps).rsqrt().expand(4, 3))
 
 
-# Layers without values, without ranks, and with unusual attributes
-
-
-def test_a_layer_may_be_created_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        layer = syncbn.SyncBatchNorm2d(3)
-    assert layer(torch.ones(2, 3, 4, 4, device="meta")).is_meta
-    layer.to_empty(device="cpu").reset_parameters()
-    x = torch.randn(2, 3, 4, 4)
-    torch.testing.assert_close(layer(x), nn.BatchNorm2d(3)(x))
+# Layers without ranks, and with unusual attributes
 
 
 def test_repr_contains_options_that_are_not_default() -> None:

@@ -17,13 +17,12 @@ from subclasses_of_batchnorm import parametrized
 from tensor_subclasses import Image, plain
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
 from training import step
 
 import syncbn
-from syncbn.functional import batch_norm_backward, sync_batch_norm
+from syncbn.functional import batch_norm_backward
 from syncbn.kernels import available
 from syncbn.ranks.calls import OneRank
 
@@ -115,18 +114,6 @@ def test_modes_and_profilers_see_the_operators() -> None:
         step(layer, layer, x)
     for text in (mode.debug_string(), str(profile.key_averages())):
         assert "syncbn::backward_sums" in text
-
-
-def test_make_fx_records_a_step_that_can_be_replayed() -> None:
-    def train(x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        y = sync_batch_norm(x, None, None, weight, None, training=True)
-        return y, *torch.autograd.grad(y, (x, weight), dy)
-
-    recorded, replayed = (
-        (torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE), torch.randn(3, requires_grad=True))
-        for _ in range(2)
-    )
-    close(make_fx(train)(*recorded)(*replayed), train(*replayed))
 
 
 def test_fake_inputs_give_fake_results_also_while_the_mode_is_off() -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import batch_norm
 
 import syncbn
 from syncbn.functional import sync_batch_norm
-from syncbn.unconverted import CALLS_FUNCTION, MAX_INSPECTED, UNREGISTERED, calls_batch_norm, unsynchronised
+from syncbn.unconverted import CALLS_FUNCTION, MAX_INSPECTED, UNREGISTERED, calls_batch_norm
 
 Forward = Callable[..., Any]
 
@@ -69,10 +69,12 @@ def test_other_members_of_a_class_are_ignored(member: object) -> None:
 
 
 def test_conversion_and_summary_name_the_modules_that_call_batch_norm() -> None:
-    """Like BigGAN's, with statistics in buffers, and OFA's, with the tensors of a layer."""
+    """BigGAN's has statistics in buffers, OFA's the tensors of a layer. detectron2's frozen batch norm, whose weight
+    is a buffer, is not named."""
     layer_class = module_class(forward=CALLS[0])
-    model = nn.ModuleDict({"stores": layer_class(), "slices": layer_class(), "bn": nn.BatchNorm2d(3)})
+    model = nn.ModuleDict({name: layer_class() for name in ("stores", "slices", "frozen")} | {"bn": nn.BatchNorm2d(3)})
     model["stores"].running_mean, model["slices"].bn = nn.Buffer(torch.zeros(3)), nn.BatchNorm2d(3)
+    model["frozen"].weight = nn.Buffer(torch.ones(3))
     named = f"2 Norm (stores, slices): {CALLS_FUNCTION}"
     with pytest.warns(UserWarning, match=f"^syncbn did not convert these layers: {re.escape(named)}$"):
         syncbn.convert_syncbn_model(model)
@@ -86,13 +88,6 @@ def test_a_graph_of_torch_fx_with_a_call_is_named() -> None:
     traced = torch.fx.symbolic_trace(nn.Sequential(module_class(forward=CALLS[1])()))
     with pytest.warns(UserWarning, match=re.escape(f"1 Sequential (the model): {CALLS_FUNCTION}")):
         syncbn.convert_syncbn_model(traced)
-
-
-def test_frozen_batch_norm_is_not_named() -> None:
-    """The weight of detectron2's frozen batch norm is a buffer."""
-    frozen = module_class(forward=CALLS[0])()
-    frozen.weight = nn.Buffer(torch.ones(3))
-    assert unsynchronised(frozen) == []
 
 
 def test_layers_that_are_converted_are_not_named() -> None:
