@@ -109,8 +109,8 @@ def test_kernels_that_read_a_total_find_the_same_fault(
     assert ranks_differ == (kind == RANKS_DIFFER)
     kind = kind if sequence_number else NO_FAULT
     kind_in_backward = NO_FAULT if kind == ONE_VALUE else kind
-    without_x = functools.partial(Batch.backward, needs_x=False)
-    calls = [(Batch.forward, kind), (Batch.backward, kind_in_backward), (without_x, kind_in_backward)]
+    parameter_backward = functools.partial(Batch.backward, needs_x=False)
+    calls = [(Batch.forward, kind), (Batch.backward, kind_in_backward), (parameter_backward, kind_in_backward)]
     if sequence_number:
         calls.append((functools.partial(Batch.check, is_forward=True), kind))
         calls.append((functools.partial(Batch.check, is_forward=False), kind_in_backward))
