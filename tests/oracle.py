@@ -29,16 +29,9 @@ class Result(NamedTuple):
 
 @torch.enable_grad()
 def full_batch(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    z: Tensor | None = None,
-    relu: bool = False,
-    eps: float = 1e-5,
-    momentum: float = 0.1,
-    channel_dim: int = 1,
-) -> Result:
+    x: Tensor, dy: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, z: Tensor | None = None,
+    relu: bool = False, eps: float = 1e-5, momentum: float = 0.1, channel_dim: int = 1,
+) -> Result:  # fmt: skip
     """Compute a step from running_mean 0 and running_var 1, with the gradients of autograd for the two-pass formula."""
     leaves = [None if given is None else given.detach().double().requires_grad_() for given in (x, weight, bias, z)]
     x, weight, bias, z = leaves

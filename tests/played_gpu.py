@@ -62,13 +62,9 @@ class Forward(cpu.Forward):
         return sums
 
     def forward_outputs(
-        self,
-        inputs: Any,
-        total: Tensor,
-        buffers: Any = interface.NO_BUFFERS,
-        momentum: Any = 0.0,
+        self, inputs: Any, total: Tensor, buffers: Any = interface.NO_BUFFERS, momentum: Any = 0.0,
         status_words: Any = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         if status_words is not None and check_trailer(total, True, status_words):
             buffers = [None if buffer is None else buffer.clone() for buffer in buffers]
         return (*super().forward_outputs(inputs, total, buffers, momentum)[:2], True)

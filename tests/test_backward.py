@@ -63,9 +63,3 @@ def test_each_gradient_is_optional_in_training_and_evaluation(training: bool) ->
         assert tuple(result is not None for result in results) == output_mask
         for actual, wanted in zip(results, expected, strict=True):
             assert actual is None or relative_error(actual, wanted) < 1e-12
-
-
-def test_the_gradient_of_an_evaluation_does_not_depend_on_the_input() -> None:
-    x = torch.tensor([[float("inf")], [float("nan")]])
-    grad_input, _, _ = batch_norm_backward(torch.ones(2, 1), x, torch.zeros(1), torch.full((1,), 2.0), training=False)
-    assert torch.equal(grad_input, torch.full((2, 1), 2.0))

@@ -41,32 +41,11 @@ def test_only_the_class_changes_and_a_revert_restores_the_layer(
     assert (type(layer), layer.training) == (converted, False)
     assert isinstance(layer, original) == (original is not nn.SyncBatchNorm)  # DDP refuses nn.SyncBatchNorm on CPUs
     attributes = dict(vars(layer))
-    assert vars(syncbn.convert_syncbn_model(layer)) == attributes
+    assert all(attributes[name] is value for name, value in before.items() if name != "process_group")
+    assert vars(syncbn.SyncBatchNorm.convert_sync_batchnorm(layer)) == attributes  # torch's name of the conversion
     assert syncbn.convert_syncbn_model(layer, process_group=1).process_group == 1
     syncbn.revert_syncbn_model(layer)
     assert (type(layer), vars(layer)) == (original, before)
-
-
-def tensor_ids(model: nn.Module) -> list[int]:
-    return [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
-
-
-def test_references_tensors_hooks_and_attributes_stay() -> None:
-    shared = nn.BatchNorm2d(4).double()
-    model = nn.ModuleDict({"body": nn.Sequential(nn.Conv2d(3, 4, 1), shared), "shared": shared})
-    calls: list[str] = []
-    shared.register_forward_hook(lambda *_: calls.append("hook"))
-    shared.note = "kept"
-    shared.weight.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    before = tensor_ids(model)
-    syncbn.SyncBatchNorm.convert_sync_batchnorm(model)  # torch's name of the conversion
-    assert model["body"][1] is model["shared"] is shared
-    assert (tensor_ids(model), shared.note, shared.weight.requires_grad) == (before, "kept", False)
-    shared(torch.randn(2, 4, 3, 3, dtype=torch.float64)).sum().backward()
-    optimizer.step()
-    assert calls == ["hook"]
-    assert torch.equal(shared.bias, torch.full((4,), -18.0, dtype=torch.float64))
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
@@ -89,22 +68,12 @@ class WithoutForward(torch.nn.modules.batchnorm._BatchNorm):
         assert input.ndim == 4
 
 
-class RefusesAttributes(nn.BatchNorm2d):
-    """Refuses new values of attributes after its construction."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name != "training" and "num_batches_tracked" in vars(self).get("_buffers", ()):
-            raise AttributeError(f"{name} cannot be set")
-        super().__setattr__(name, value)
-
-
 SUBCLASSES: dict[str, Callable[[], nn.Module]] = {
     "torch's": lambda: nn.BatchNorm2d(3, momentum=None),
     "timm's": lambda: BatchNormAct2d(3),
     "calls super": lambda: CallsSuper2d(3),
     "frozen statistics": lambda: Frozen(3),
     "without a forward": lambda: WithoutForward(3),
-    "refuses attributes": lambda: RefusesAttributes(3),
     "parametrized": lambda: parametrized(nn.BatchNorm2d(3)),
     "parametrized subclass": lambda: parametrized(BatchNormAct2d(3)),
 }
@@ -112,7 +81,6 @@ SUBCLASSES: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("build", SUBCLASSES.values(), ids=SUBCLASSES)
 def test_subclasses_keep_their_behaviour(build: Callable[[], nn.Module]) -> None:
-    """In training, in evaluation and after a revert. distributed/test_conversion.py copies trained layers."""
     plain, x = build(), torch.randn(2, 4, 3, 2, 2)
     layer = copy.deepcopy(plain)
     attributes = vars(plain).keys()
@@ -136,20 +104,16 @@ def test_a_subclass_of_a_converted_class_keeps_its_attributes_and_arguments() ->
     assert layer.note == 1
 
 
-registered: list[str] = []
-
-
 class Registers(ABCMeta):
-    """A metaclass that registers each class."""
+    """A metaclass that needs an argument."""
 
-    def __new__(metaclass, name: str, bases: tuple[type, ...], namespace: dict[str, Any], *, key: str = "") -> type:
-        registered.append(key)
+    def __new__(metaclass, name: str, bases: tuple[type, ...], namespace: dict[str, Any], *, key: str) -> type:
         return super().__new__(metaclass, name, bases, namespace)
 
 
 class RegistersSubclasses(nn.BatchNorm2d):
     def __init_subclass__(cls, *, key: str) -> None:
-        registered.append(key)
+        """Need an argument."""
 
 
 WithMetaclass = Registers("WithMetaclass", (CallsSuper2d,), {}, key="metaclass")
@@ -159,23 +123,12 @@ Child = type("Child", (RegistersSubclasses,), {}, key="child")
 @pytest.mark.parametrize("original", [WithMetaclass, Child])
 def test_a_conversion_creates_classes_without_calling_metaclasses(original: type[nn.Module]) -> None:
     """Metaclasses and __init_subclass__ may register each class, or require arguments."""
-    before, plain, layer = [*registered], original(3), original(3)
+    plain, layer = original(3), original(3)
     created = type(syncbn.convert_syncbn_model(layer))
     assert (type(created), created.__name__) == (type(original), f"Sync{original.__name__}")
     assert issubclass(original, original)  # ABCMeta caches the answer, which the created class must not inherit
     assert (isinstance(layer, original), isinstance(layer, created), isinstance(plain, created)) == (True, True, False)
-    x = torch.randn(4, 3, 2, 2)
-    torch.testing.assert_close(layer(x), plain(x))
     assert type(syncbn.revert_syncbn_model(layer)) is original
-    assert registered == before
-
-
-def test_parametrize_classes_are_created_without_calling_metaclasses() -> None:
-    layer = parametrized(WithMetaclass(3))
-    before = [*registered]
-    assert type(syncbn.convert_syncbn_model(layer)).__name__ == "ParametrizedSyncWithMetaclass"
-    assert type(syncbn.revert_syncbn_model(layer)).__name__ == "ParametrizedWithMetaclass"
-    assert registered == before
 
 
 def test_parametrizations_are_added_and_removed_around_a_conversion() -> None:
@@ -186,32 +139,23 @@ def test_parametrizations_are_added_and_removed_around_a_conversion() -> None:
     assert type(parametrize.remove_parametrizations(layer, "weight")) is nn.BatchNorm2d
 
 
-def test_flags_are_checked_where_a_forward_calls_f_batch_norm() -> None:
-    layer = syncbn.convert_syncbn_model(BatchNormAct2d(3))
-    layer.fuse_relu = "no"
-    with pytest.raises(TypeError, match="fuse_relu must be a bool, got"):
-        layer(torch.ones(2, 3, 2, 2))
-
-
 def test_a_call_that_is_not_replaced_returns_no_view() -> None:
     """Autograd would record an in-place relu after the call as a change of a view."""
     assert not syncbn.convert_syncbn_model(Frozen(3))(torch.ones(2, 3, 2, 2, requires_grad=True))._is_view()
 
 
 PATCHED_BEFORE_IMPORT = """
-import warnings
 import torch
-warnings.simplefilter("ignore")
 torch.nn.modules.batchnorm._BatchNorm.forward = lambda self, x: x + 5
 import syncbn
-for layer in torch.nn.BatchNorm1d(3), torch.nn.LazyBatchNorm1d(), torch.nn.SyncBatchNorm(3):
+for layer in torch.nn.BatchNorm1d(3), torch.nn.SyncBatchNorm(3):
     print(syncbn.convert_syncbn_model(layer).eval()(torch.ones(2, 3)).max().item())
 """
 
 
 def test_a_forward_that_was_patched_before_the_import_stays() -> None:
     """nn.SyncBatchNorm has a forward of its own, which the patch does not change."""
-    assert [float(line) for line in run_text(PATCHED_BEFORE_IMPORT).split()] == [6, 6, pytest.approx(1, rel=1e-4)]
+    assert [float(line) for line in run_text(PATCHED_BEFORE_IMPORT).split()] == [6, pytest.approx(1, rel=1e-4)]
 
 
 # Layers that are not converted.
@@ -237,7 +181,7 @@ def with_forward_attribute(layer: nn.Module) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is", "ignore:.*LeafSpec:FutureWarning")  # torch warns
 def test_one_warning_names_the_layers_that_are_not_converted() -> None:
-    """The warning is at the line of the program that called syncbn. The layers stay as they are."""
+    """The warning is at the line that called syncbn. The layers stay as they are."""
     exported = torch.export.export(nn.Sequential(nn.BatchNorm2d(3)), (torch.ones(2, 3, 2, 2),))
     model = nn.ModuleDict({"plain": nn.BatchNorm2d(3), "frozen": HeteroBatchNorm(frozen=True)})
     model["instance"], model["built"] = nn.InstanceNorm2d(3, track_running_stats=True), syncbn.SyncBatchNorm(3)
@@ -266,17 +210,10 @@ def test_one_warning_names_the_layers_that_are_not_converted() -> None:
     assert {name: (type(module), vars(module)) for name, module in model.items()} == before
 
 
-class RefusesClasses(nn.BatchNorm2d):
-    @property
-    def __class__(self) -> type:
-        return RefusesClasses
-
-
 @pytest.mark.parametrize(
     ("layer", "error", "message"),
     [
         (nn.LazyBatchNorm2d(), ValueError, "'2' is lazy and counts channels in dim 1"),
-        (RefusesClasses(3), AttributeError, "has no setter"),
         (SubclassOfSyncBatchNorm(3), UserWarning, "did not convert"),  # pytest turns the warning into an error
     ],
 )
@@ -289,10 +226,6 @@ def test_an_error_leaves_the_model_unchanged(layer: nn.Module, error: type[Excep
 
 
 # Reverts.
-
-
-def attribute_types(model: nn.Module) -> list[dict[str, type]]:
-    return [{name: type(value) for name, value in vars(module).items()} for module in model.modules()]
 
 
 @pytest.mark.parametrize(
@@ -308,10 +241,11 @@ def test_torchs_synchronised_layers_are_reverted_to_the_target_class(
     model[0].weight.requires_grad_(False)
     if converted:
         syncbn.convert_syncbn_model(model, process_group=1)
-    tensors = tensor_ids(model)
+    tensors = [*map(id, (*model.parameters(), *model.buffers()))]
     assert syncbn.revert_syncbn_model(model, target) is model
     assert [type(layer).__name__ for layer in model] == [type(layer).__name__ for layer in plain]
-    assert (tensor_ids(model), attribute_types(model)) == (tensors, attribute_types(plain))
+    assert [*map(id, (*model.parameters(), *model.buffers()))] == tensors
+    assert [vars(module).keys() for module in model.modules()] == [vars(module).keys() for module in plain.modules()]
     assert not model[0].weight.requires_grad
     x = torch.randn(4, 3, *shape)
     torch.testing.assert_close(model(x), plain(x))

@@ -15,12 +15,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton
 from gpu_static import stand_in_driver
-from triton.backends.amd.compiler import HIPBackend
 
 import syncbn
 from syncbn import kernel_cache
 from syncbn.kernels import gpu, gpu_channels, gpu_tiles, select
-from syncbn.kernels.interface import ForwardConfig, Layout
 
 # Channels and sizes of the layers of a ResNet-50 for 224 x 224 pixels.
 RESNET = [(64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7)]
@@ -117,16 +115,3 @@ def test_a_kernel_stays_loaded_if_triton_releases_it(launched: list[str]) -> Non
         gc.collect()
     assert not unloaded
     assert len(launched) == 2 * 6
-
-
-@pytest.mark.parametrize(("num_samples", "fits"), [(1, True), (2, False)])  # A sample has 1 GiB.
-def test_amd_kernels_have_offsets_of_31_bits_below_2_gib(
-    monkeypatch: pytest.MonkeyPatch, num_samples: int, fits: bool
-) -> None:
-    """Triton's back end for AMD compiles for the size of a tensor's memory."""
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    x = torch.empty(num_samples, 2**9, 2**10, 2**10, dtype=torch.bfloat16, device="meta")
-    launch, are_within = gpu.Forward(ForwardConfig(Layout.of(x, 1), x.dtype, x.device)).normalize, []
-    launch.kernel = {launch.grid: lambda x, *_, **__: are_within.append(HIPBackend.is_within_2gb(x))}
-    launch(*[16] * len(launch.dtypes))
-    assert are_within == [fits]

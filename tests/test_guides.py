@@ -96,7 +96,6 @@ TRIED_ELSEWHERE = {
     "from opacus.validators": "scripts/libraries.py runs the block where Opacus is installed",
     "class Trainer(DetectionTrainer)": "ultralytics starts ranks on GPUs only",
     "def configure_model(self)": "tests/lightning_job.py",
-    "class Tracer(torch.fx.Tracer)": "tests/test_tracing.py has a copy",
     "def test_trains_as_one": "tests/test_testing.py calls the function of the block",
     "program = torch.export.export": "tests/test_deploy.py runs the section",
     "class MaskedBatchNorm1d": "tests/test_deploy.py runs the section",

@@ -18,13 +18,11 @@ from equal_to_torch import clear_kernel_caches, close, escaped, strided_copy
 from oracle import full_batch
 from tensor_subclasses import plain
 from torch import Tensor, nn
-from torch.utils._debug_mode import DebugMode
 
 import syncbn
 from syncbn import kernel_cache
 from syncbn import step as step_module
 from syncbn.arguments import NO_DIM_CHECK, Options, Tensors
-from syncbn.kernels import available
 from syncbn.kernels.interface import BackwardKernels, ForwardKernels
 from syncbn.ranks.sites import FunctionCaller
 from syncbn.torch_internals import is_wrapped
@@ -61,9 +59,7 @@ def train(given: dict[str, Any]) -> Tensor:
 def check_step(given: dict[str, Any]) -> Tensor:
     """Train a step and return the output. Output, gradients and buffers must be those of float64."""
     # A wrapper of torch.func has no gradient outside of the transform.
-    names = [
-        name for name in ("input", "weight", "bias", "z") if given[name] is not None and not is_wrapped(given[name])
-    ]
+    names = [n for n in ("input", "weight", "bias", "z") if given[n] is not None and not is_wrapped(given[n])]
     wide = {name: value.detach().double() + 0 if isinstance(value, Tensor) else value for name, value in given.items()}
     for name in names:
         given[name].requires_grad_()
@@ -106,14 +102,10 @@ def channels_last(x: Tensor) -> Tensor:
     return x.to(memory_format=torch.channels_last)
 
 
-def without_warnings(make: Callable[[], Tensor]) -> Tensor:
-    with warnings.catch_warnings(action="ignore"):
-        return make()
-
-
 def nested() -> Tensor:
     """Return a tensor without sizes and strides. A guard that compares its strides aborts the process."""
-    return without_warnings(lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
 
 
 def refuse(layer: nn.Module, x: Tensor) -> None:
@@ -149,17 +141,10 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "strides of x alone": ({"input": channels_last(X)}, FAST),
     "x and z not dense": ({"input": strided_copy(X), "z": strided_copy(Z)}, FAST),
     "dtype of x": ({"input": X.double(), "z": Z.double()}, FAST),
-    "integers": ({"input": X.int()}, TypeError),
-    "no input": ({"input": None}, TypeError),
-    "text": ({"input": "text"}, TypeError),
-    "sparse x": ({"input": X.to_sparse()}, TypeError),
-    "sparse CSR x": ({"input": without_warnings(X.to_sparse_csr)}, TypeError),
-    "x of MKL-DNN": ({"input": X.to_mkldnn()}, TypeError),
     **{f"nested {name}": ({name: nested()}, TypeError) for name in ("input", "z", *PER_CHANNEL)},
     "no residual": ({"z": None}, FAST),
     "shape of the residual": ({"z": Z[:1]}, ValueError),
     "strides of the residual": ({"z": channels_last(Z)}, FAST),
-    "integers in the residual": ({"z": Z.int()}, TypeError),
     "dtype of the residual": ({"z": Z.double()}, FAST),
     **{f"no {name}": ({name: None}, FAST) for name in ("weight", "bias", "counter")},
     "no statistics": ({"running_mean": None, "running_var": None}, FAST),
@@ -185,15 +170,12 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "eps": ({"eps": 0.5}, FAST),
     "eps is an int": ({"eps": 1}, DISPATCHED),
     "eps of NumPy": ({"eps": np.float64(1.0)}, DISPATCHED),
-    "eps is a list": ({"eps": [1.0]}, TypeError),
-    "eps is 0": ({"eps": 0.0}, ValueError),
     "no momentum": ({"momentum": None}, FAST),
     "momentum is an int": ({"momentum": 1}, FAST),
     "momentum without a counter": ({"momentum": None, "counter": None}, TypeError),
     "momentum is a tensor": ({"momentum": torch.tensor(0.5)}, DISPATCHED),
     "channel_dim": ({"channel_dim": 2}, FAST),
     "channel_dim from the right": ({"channel_dim": -1}, FAST),
-    "class of channel_dim": ({"channel_dim": 1.0}, TypeError),
     "relu": ({"relu": True}, FAST),
     "relu without a residual": ({"relu": True, "z": None}, FAST),
     "class of relu": ({"relu": np.bool_(False)}, DISPATCHED),
@@ -321,17 +303,3 @@ def test_caches_are_bounded() -> None:
         tensor = (x.t() if transposed else x).to(dtype).detach().requires_grad_(bool(requires_grad))
         assert cache.get("one more", (tensor,)) == "kernels"
     assert [*map(len, cache.entries.values())] == [kernel_cache.MAX_ENTRIES_PER_KEY]
-
-
-@pytest.mark.skipif("cpu: C++" not in available(), reason=available())
-@pytest.mark.filterwarnings("ignore")  # A torch for GPUs warns where there is none.
-def test_dispatched_kernels_are_not_cached() -> None:
-    """They are created for each call, and as keys would fill the cache of the backward kernels."""
-    layer, x = syncbn.SyncBatchNorm2d(3), torch.randn(4, 3, 5, 2, requires_grad=True)
-    layer(x).sum().backward()
-    num_keys = len(kernel_cache.backward_cache.entries)
-    for _ in range(3):
-        with DebugMode():
-            y = layer(x)
-        y.sum().backward()
-    assert len(kernel_cache.backward_cache.entries) == num_keys

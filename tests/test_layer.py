@@ -1,4 +1,4 @@
-"""Tests that a layer on one process is nn.BatchNorm: options, dtypes, layouts, saved tensors, warnings and statistics.
+"""Tests that a layer on one process is nn.BatchNorm: options, layouts, saved tensors, warnings and statistics.
 
 Drawn dtypes, layouts and options: distributed/test_fuzz.py.
 """
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import syncbn
 
-# Options, dtypes and layouts
+# Options and layouts
 
 OPTIONS = {flag: [True, False] for flag in ("affine", "bias", "track_running_stats")} | {"momentum": [0.1, None]}
 
@@ -41,27 +41,6 @@ def test_training_and_evaluation_equal_torch(options: dict[str, object]) -> None
     torch.testing.assert_close(dict(layer.named_buffers()), dict(expected.named_buffers()))
     expected.load_state_dict(layer.state_dict(), strict=False)  # The layer may have no bias.
     assert torch.equal(layer.eval()(x), expected.eval()(x))
-
-
-DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(("input_dtype", "layer_dtype"), [*itertools.permutations(DTYPES, 2)], ids=str)
-def test_the_dtypes_of_input_residual_and_layer_may_differ(
-    input_dtype: torch.dtype, layer_dtype: torch.dtype, training: bool
-) -> None:
-    """The output has the dtype of the input, a gradient that of its tensor, and a buffer keeps its dtype."""
-    layer = syncbn.SyncBatchNorm(3, dtype=layer_dtype).train(training)
-    x, z = (torch.randn(5, 3, dtype=dtype, requires_grad=True) for dtype in (input_dtype, torch.float32))
-    y = layer(x, z)
-    y.sum().backward()
-    assert (y.dtype, x.grad.dtype, z.grad.dtype) == (input_dtype, input_dtype, torch.float32)
-    tensors = *layer.parameters(), layer.weight.grad, layer.running_mean, layer.running_var
-    assert {tensor.dtype for tensor in tensors} == {layer_dtype}
-    expected = F.batch_norm(x.double(), torch.zeros(3).double(), torch.ones(3).double(), training=training) + z
-    atol = 1e-2 if input_dtype.itemsize == 2 else 1e-5
-    torch.testing.assert_close(y.double(), expected, rtol=torch.finfo(input_dtype).eps * 2, atol=atol)
 
 
 CHANNELS_LAST = torch.randn(4, 6, 5, 2).to(memory_format=torch.channels_last)
@@ -111,35 +90,33 @@ def test_evaluation_with_a_per_channel_tensor_that_is_not_dense(name: str) -> No
 
 # Tensors that are saved for backward
 
-# What hooks return, for which of x, weight, statistics and y ("xwsy"), and whether values are rounded.
-HOOKS: dict[str, tuple[Callable[[Tensor], Tensor], list[str], bool]] = {
-    "not dense": (strided_copy, ["x", "w", "s", "y"], False),
-    "channels last": (lambda tensor: tensor.to(memory_format=torch.channels_last), ["x", "y"], False),
-    "negative view": (lambda tensor: torch._neg_view(-tensor), ["x", "w", "s", "y", "xwsy"], False),
-    "rounded": (lambda tensor: tensor.bfloat16().to(tensor.dtype), ["xwsy"], True),
-    "another dtype": (Tensor.half, ["x", "s", "y", "xwsy"], True),
-    "subclass": (lambda tensor: tensor.as_subclass(Image), ["x", "w", "s", "y"], False),
+HOOKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "not dense": strided_copy,
+    "channels last": lambda tensor: tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor,
+    "negative view": lambda tensor: torch._neg_view(-tensor),
+    "another dtype": Tensor.half,
+    "subclass": lambda tensor: tensor.as_subclass(Image),
 }
 
 
-@pytest.mark.parametrize(("name", "moved"), [(name, moved) for name in HOOKS for moved in HOOKS[name][1]])
-def test_hooks_may_return_saved_tensors_in_another_form(name: str, moved: str) -> None:
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("changed", ["x", "weight", "statistics", "y", "x weight statistics y"])
+def test_hooks_may_return_saved_tensors_in_another_form(name: str, changed: str) -> None:
     """Hooks may keep tensors elsewhere, or compress them."""
-    change, _, rounded = HOOKS[name]
-    x, *residual = torch.randn(2 if "y" in moved else 1, 4, 3, 5, 5)  # y is saved only with a residual
+    x, *residual = torch.randn(2 if "y" in changed else 1, 4, 3, 5, 5)  # y is saved only with a residual
 
-    def gradients(moved: str) -> tuple[Tensor, Tensor]:
-        saved = itertools.chain("xwsy", itertools.repeat("-"))  # Other layers save tensors later.
+    def gradients(changed: str) -> tuple[Tensor, Tensor]:
+        saved = iter(("x", "weight", "statistics", "y", *8 * "-"))  # Other layers save tensors later.
         leaf, layer = x.clone().requires_grad_(), syncbn.SyncBatchNorm(3, fuse_relu=True)
         layer.weight.data.copy_(torch.tensor([1.0, 2.0, -1.0]))
         with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: (next(saved), tensor), lambda pair: change(pair[1]) if pair[0] in moved else pair[1]
+            lambda tensor: (next(saved), tensor), lambda pair: HOOKS[name](pair[1]) if pair[0] in changed else pair[1]
         ):
             layer(leaf, *residual).square().sum().backward()
         return leaf.grad, layer.weight.grad
 
-    options = {"rtol": 0.1, "atol": 0.1} if rounded else {}
-    torch.testing.assert_close(gradients(moved), gradients(""), **options)
+    rounding = 0.1 if name == "another dtype" else 1e-5
+    torch.testing.assert_close(gradients(changed), gradients(""), rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize(
@@ -181,14 +158,6 @@ def test_an_output_is_not_a_view_and_may_change_in_place(channel_last: bool) -> 
     assert torch.equal(x.grad, expected)
 
 
-def test_an_input_that_changes_in_place_before_backward_is_an_error() -> None:
-    x = torch.randn(4, 3)
-    y = syncbn.SyncBatchNorm(3)(x)
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
 @pytest.mark.parametrize("evaluates_first", [False, True])
 def test_the_backward_of_an_evaluation_after_a_later_training_call_is_an_error(evaluates_first: bool) -> None:
     """The backward needs the running statistics as they were. nn.BatchNorm computes a wrong gradient
@@ -206,16 +175,7 @@ def test_the_backward_of_an_evaluation_after_a_later_training_call_is_an_error(e
         torch.testing.assert_close(x.grad, (layer.running_var + layer.eps).rsqrt().expand(4, 3))
 
 
-# Layers without values, without ranks, and with unusual attributes
-
-
-def test_a_layer_may_be_created_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        layer = syncbn.SyncBatchNorm2d(3)
-    assert layer(torch.ones(2, 3, 4, 4, device="meta")).is_meta
-    layer.to_empty(device="cpu").reset_parameters()
-    x = torch.randn(2, 3, 4, 4)
-    torch.testing.assert_close(layer(x), nn.BatchNorm2d(3)(x))
+# Layers without ranks, and with unusual attributes
 
 
 def test_repr_contains_options_that_are_not_default() -> None:
@@ -251,24 +211,14 @@ def test_a_layer_that_cannot_synchronise_warns_once() -> None:
     assert warning in run_text(code, CUDA_VISIBLE_DEVICES="")
 
 
-def test_a_layer_converts_eps_to_a_float_for_the_fast_path() -> None:
-    assert all(type(syncbn.SyncBatchNorm(3, eps=eps).eps) is float for eps in (1, np.float64(0.1)))
-
-
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize(
     "attributes",
-    [
-        {"momentum": np.float32(0.3)},
-        {"momentum": np.int64(1)},
-        {"eps": np.float32(1e-3)},
-        {"eps": np.float16(1e-3)},
-        {"momentum": None, "num_batches_tracked": None},  # The running statistics do not move.
-    ],
+    [{"momentum": np.float32(0.3)}, {"eps": np.float16(1e-3)}, {"momentum": None, "num_batches_tracked": None}],
     ids=str,
 )
 def test_attributes_of_any_class_that_torch_accepts(attributes: dict[str, object], accumulates: bool) -> None:
-    """A conversion keeps the attributes. Old checkpoints may lack the counter."""
+    """A conversion keeps the attributes. Without a counter the running statistics do not move."""
     expected, x = nn.BatchNorm1d(3), torch.randn(5, 3) + 1
     for name, value in attributes.items():
         setattr(expected, name, value)
@@ -296,20 +246,6 @@ def test_one_rank_without_kernels_has_the_bits_of_torch(syncbn_kernels: str) -> 
     exact = {"rtol": 0, "atol": 0} if syncbn_kernels else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close((outputs[0], gradients[0]), (outputs[1], gradients[1]), **exact)
     torch.testing.assert_close(layer.state_dict(), expected.state_dict())
-
-
-@pytest.mark.usefixtures("syncbn_kernels")
-def test_masked_samples_do_not_count() -> None:
-    """A mask changes n after the local sums, which have several parts here."""
-    x, mask = torch.randn(600, 3, 40, requires_grad=True), torch.arange(600) % 3 > 0
-    layer, dy = syncbn.SyncBatchNorm1d(3), torch.randn(600, 3, 40)
-    y = layer(x, mask=mask)
-    expected = F.batch_norm(x[mask], None, None, training=True)
-    torch.testing.assert_close(y[mask], expected)
-    assert not y[~mask].any()
-    torch.testing.assert_close(layer.running_var, 0.9 + 0.1 * x[mask].var((0, 2)))
-    gradients = torch.autograd.grad(y, x, dy)[0][mask], torch.autograd.grad(expected, x, dy[mask])[0][mask]
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("syncbn_kernels")

@@ -72,11 +72,23 @@ while gloo_threads() or threading.active_count() > 1:  # a joined thread may sta
 """
 
 
+# torch.distributed.nn.functional would keep the group, if it was first imported after the group was created.
+IMPORTED_LATER = """
+import weakref, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import syncbn
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+assert group() is None
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads threads from /proc")
-def test_no_thread_or_group_outlives_destroy_process_group() -> None:
+@pytest.mark.parametrize("program", [OUTLIVES, IMPORTED_LATER])
+def test_no_thread_or_group_outlives_destroy_process_group(program: str) -> None:
     """A thread of gloo that frees a tensor while the interpreter ends would abort the process. The watchdog's thread
     ends too, and keeps no reference to the group."""
-    run(sys.executable, "-c", OUTLIVES)  # a new process, which has imported nothing
+    run(sys.executable, "-c", program)  # a new process, which has imported nothing
 
 
 @pytest.mark.parametrize("name", ["functional", "convert"])

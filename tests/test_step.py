@@ -14,16 +14,15 @@ import pytest
 import torch
 from equal_to_torch import Layer, clear_kernel_caches, close, compare_with_torch, escaped, layer_pair
 from subclasses_of_batchnorm import parametrized
-from tensor_subclasses import Image, MetaImage, plain
+from tensor_subclasses import Image, plain
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
 from training import step
 
 import syncbn
-from syncbn.functional import batch_norm_backward, sync_batch_norm
+from syncbn.functional import batch_norm_backward
 from syncbn.kernels import available
 from syncbn.ranks.calls import OneRank
 
@@ -65,19 +64,10 @@ def set_property(layer: Layer) -> None:
     type(layer).weight = property(lambda layer: layer.raw.sqrt())
 
 
-def set_momentum_after_none(layer: Layer) -> None:
-    layer.momentum = None
-    layer(torch.ones(SHAPE))
-    layer.momentum = 0.7
-
-
-DTYPES = torch.float16, torch.bfloat16, torch.float64
 CHANGES: dict[str, Callable[[Layer], object]] = {
     "replaced weight": lambda layer: assign(layer, weight=nn.Parameter(ramp())),  # like torch.func
     "no weight": lambda layer: assign(layer, weight=None),
     "other memory": lambda layer: (assign(layer.weight, data=ramp()), assign(layer, running_var=ramp())),
-    "weight not dense": lambda layer: assign(layer, weight=nn.Parameter(ramp().repeat_interleave(2)[::2])),
-    "no statistics": lambda layer: assign(layer, running_mean=None, running_var=None, num_batches_tracked=None),
     "only a counter": lambda layer: assign(layer, running_mean=None, running_var=None),
     "no tracking": lambda layer: assign(layer, track_running_stats=False),
     "property": set_property,
@@ -86,46 +76,29 @@ CHANGES: dict[str, Callable[[Layer], object]] = {
     "bias that was frozen": lambda layer: layer.bias.requires_grad_(True),
     "frozen": lambda layer: layer.requires_grad_(False),
     "frozen weight": lambda layer: layer.weight.requires_grad_(False),
-    "frozen bias": lambda layer: layer.bias.requires_grad_(False),
     "input without a gradient": lambda layer: layer.register_forward_pre_hook(lambda _, given: given[0].detach()),
-    **{
-        f"momentum {value}": lambda layer, value=value: assign(layer, momentum=value)
-        for value in (0.7, 1, 0.0, None, float("nan"))
-    },
-    "momentum None, then a number": set_momentum_after_none,
-    **{str(dtype): lambda layer, dtype=dtype: layer.to(dtype) for dtype in DTYPES},
-}  # fmt: skip
+    "momentum 0.7": lambda layer: assign(layer, momentum=0.7),
+    "momentum None": lambda layer: assign(layer, momentum=None),
+    "momentum NaN": lambda layer: assign(layer, momentum=float("nan")),
+    "dtype": lambda layer: layer.double(),
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_between_calls_take_effect(name: str) -> None:
     """A layer caches options, and kernels are cached."""
-    dtype = next((dtype for dtype in DTYPES if str(dtype) == name), torch.float32)
-    x = torch.randn(2, *SHAPE)
+    x, changed_x = torch.randn(2, *SHAPE)
+    changed_x = changed_x.double() if name == "dtype" else changed_x
 
     def run(layer: Layer) -> dict[str, Tensor | None]:
         layer.__class__ = type("Changed", (type(layer),), {})  # A change may change the class.
         layer.bias.requires_grad_("was frozen" not in name)
-        train_steps(layer, x[0])
+        train_steps(layer, x)
         CHANGES[name](layer)
-        return step(layer, layer, x[1].to(dtype)) | {"evaluation": layer.eval()(x[1].to(dtype))}
+        return step(layer, layer, changed_x) | {"evaluation": layer.eval()(changed_x)}
 
-    rounding = 8 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5
-    results = compare_with_torch(run, rtol=rounding, atol=rounding, equal_nan=True)
-    assert ("nan" in name) == any(value is not None and bool(value.isnan().any()) for value in results.values())
-
-
-@pytest.mark.parametrize("where", ["class", "instance", "instance of a class without a number"])
-def test_a_check_of_dims_that_is_set_later_gets_the_tensor_of_the_user(where: str) -> None:
-    layer = syncbn.SyncBatchNorm(3) if "without" in where else syncbn.SyncBatchNorm2d(3)
-    layer.__class__ = type("Changed", (type(layer),), {})
-    x, checked = torch.randn(SHAPE).as_subclass(MetaImage if where == "instance" else Tensor), []
-    train_steps(layer, x)
-    owner = layer if "instance" in where else type(layer)
-    owner._check_input_dim = lambda *arguments: checked.append(arguments[-1])
-    layer(x)
-    assert checked
-    assert all(tensor is x for tensor in checked)
+    results = compare_with_torch(run, equal_nan=True)
+    assert ("NaN" in name) == any(value is not None and bool(value.isnan().any()) for value in results.values())
 
 
 # Modes and transforms of torch
@@ -141,18 +114,6 @@ def test_modes_and_profilers_see_the_operators() -> None:
         step(layer, layer, x)
     for text in (mode.debug_string(), str(profile.key_averages())):
         assert "syncbn::backward_sums" in text
-
-
-def test_make_fx_records_a_step_that_can_be_replayed() -> None:
-    def train(x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        y = sync_batch_norm(x, None, None, weight, None, training=True)
-        return y, *torch.autograd.grad(y, (x, weight), dy)
-
-    recorded, replayed = (
-        (torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE), torch.randn(3, requires_grad=True))
-        for _ in range(2)
-    )
-    close(make_fx(train)(*recorded)(*replayed), train(*replayed))
 
 
 def test_fake_inputs_give_fake_results_also_while_the_mode_is_off() -> None:
@@ -219,17 +180,14 @@ def test_backward_may_run_in_another_mode_and_with_any_kind_of_dy(way: str) -> N
     compare_with_torch(run, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("weight", "error"), [(torch.ones(3).double(), None), (torch.ones(2), "weight")], ids=str)
-def test_a_weight_may_have_another_dtype_but_no_other_size_in_backward(weight: Tensor, error: str | None) -> None:
-    """An optimizer may replace `weight.data`. torch's backward raises in both cases."""
-    layer, x, dy = syncbn.SyncBatchNorm2d(3), torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
+def test_a_weight_of_another_size_is_refused_in_backward() -> None:
+    """A program may replace `weight.data` after the forward."""
+    layer, x = syncbn.SyncBatchNorm2d(3), torch.randn(SHAPE, requires_grad=True)
     train_steps(layer, x)
-    (expected,) = torch.autograd.grad(layer(x), x, dy)
     y = layer(x)
-    layer.weight.data = weight
-    with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
-        y.backward(dy)
-        torch.testing.assert_close(x.grad, expected)
+    layer.weight.data = torch.ones(2)
+    with pytest.raises(RuntimeError, match="weight"):
+        y.sum().backward()
 
 
 def test_output_and_bias_may_change_in_place_after_a_fused_relu() -> None:
@@ -270,16 +228,13 @@ FREED_BEFORE_FORWARD = "x", "z", "weight", "bias", "running_mean", "running_var"
 @needs_cpp
 @pytest.mark.parametrize("freed", [*FREED_BEFORE_FORWARD, "y", "dy", "saved x", "saved weight"])
 @pytest.mark.parametrize(
-    ("offset", "subclass", "is_cached"),
-    [(0, Tensor, False), (3, Tensor, False), (0, Image, False), (0, Tensor, True), (3, Tensor, True)],
+    ("offset", "subclass", "is_cached"), [(0, Tensor, False), (3, Image, False), (0, Tensor, True), (3, Tensor, True)]
 )
 def test_freed_storage_is_refused_before_anything_is_sent_or_changed(
     freed: str, offset: int, subclass: type[Tensor], is_cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The address of freed storage is 0, which C takes for "no such tensor", or the offset of a view, for example of a
     flat parameter of FSDP1. Other ranks would train with the sums that this rank sends."""
-    if freed == "y" and (offset or subclass is Image):  # y is not a view.
-        return
 
     def view(tensor: Tensor) -> Tensor:
         flat = torch.cat((tensor.new_zeros(offset), tensor.detach().flatten()))
@@ -307,23 +262,18 @@ def test_freed_storage_is_refused_before_anything_is_sent_or_changed(
 
 
 @needs_cpp
-@pytest.mark.parametrize("freed", ["input", "mask"])
-def test_freed_storage_is_refused_before_torch_applies_a_mask(freed: str) -> None:
+@pytest.mark.parametrize("freed", ["input", "mask", "grad_output", "mean", "invstd"])
+def test_masks_and_batch_norm_backward_refuse_freed_storage(freed: str) -> None:
     """torch would read at the address 0."""
-    tensors = {"input": torch.randn(SHAPE), "mask": torch.ones(4) > 0}
+    x, dy, mask, mean, invstd = torch.randn(SHAPE), torch.randn(SHAPE), torch.ones(4) > 0, torch.ones(3), torch.ones(3)
+    tensors = {"input": x, "grad_output": dy, "mask": mask, "mean": mean, "invstd": invstd}
     tensors[freed].untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="the storage of a tensor was freed"):
-        syncbn.SyncBatchNorm2d(3)(**tensors)
-
-
-@needs_cpp
-@pytest.mark.parametrize("freed", ["grad_output", "input", "mean", "invstd", "weight"])
-def test_batch_norm_backward_refuses_freed_storage(freed: str) -> None:
-    tensors = {name: torch.ones(3) for name in ("mean", "invstd", "weight")}
-    tensors |= {name: torch.randn(SHAPE) for name in ("grad_output", "input")}
-    tensors[freed].untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="the storage of a tensor was freed"):
-        batch_norm_backward(**tensors)
+    if freed in ("input", "mask"):
+        with pytest.raises(RuntimeError, match="the storage of a tensor was freed"):
+            syncbn.SyncBatchNorm2d(3)(x, mask=mask)
+    if freed != "mask":
+        with pytest.raises(RuntimeError, match="the storage of a tensor was freed"):
+            batch_norm_backward(dy, x, mean, invstd)
 
 
 def test_two_threads_may_be_in_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

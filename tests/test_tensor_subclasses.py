@@ -75,19 +75,13 @@ def differentiate_twice(layer: Layer, x: Tensor) -> dict[str, Tensor]:
     return {"gradient": gradient, "grad of x": x.grad, "grad of weight": layer.weight.grad}
 
 
-def evaluate(layer: Layer, x: Tensor) -> dict[str, Tensor]:
-    layer(x)
-    layer.eval()
-    return step(lambda x: call(layer, x, z=x.cos(), relu=True), layer, x)
-
-
 def compile_and_train(layer: Layer, x: Tensor) -> dict[str, Tensor]:
     torch._dynamo.reset()
     return step(torch.compile(layer, backend="eager", fullgraph=True), layer, x)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # Dynamo warns
-@pytest.mark.parametrize("use", [evaluate, differentiate_twice, compile_and_train])
+@pytest.mark.parametrize("use", [differentiate_twice, compile_and_train])
 def test_an_input_of_a_subclass_in_other_uses(use: Callable[[Any, Tensor], dict[str, Tensor]]) -> None:
     x = as_class(torch.randn(SHAPE), TensorImage, "x")
     compare_with_torch(lambda layer: use(layer, x))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from guides import run_block
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError
@@ -32,7 +33,6 @@ def nodes(graph: fx.Graph) -> list[tuple[str, str]]:
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "constructed": lambda: syncbn.SyncBatchNorm(3),
     "2d": lambda: syncbn.SyncBatchNorm2d(3, momentum=None),
     "converted": lambda: syncbn.convert_syncbn_model(nn.BatchNorm2d(3)),
     "calls super": lambda: syncbn.convert_syncbn_model(CallsSuper2d(3)),
@@ -71,15 +71,8 @@ class DoubleOutput(syncbn.SyncBatchNorm2d):
         return super().forward(x) * 2 + 1
 
 
-class LeafTracer(fx.Tracer):
-    """The tracer of docs/deploy.md."""
-
-    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return isinstance(module, syncbn.SyncBatchNorm) or super().is_leaf_module(module, name)
-
-
 def test_code_around_the_forward_is_refused_because_it_would_run_twice() -> None:
-    """The remedy in the error is a tracer that creates the leaf itself."""
+    """The remedy in the error is the tracer of docs/deploy.md, which creates the leaf itself."""
     hooked, pre_hooked, wrapped = syncbn.SyncBatchNorm(3), LAYERS["calls super"](), syncbn.SyncBatchNorm(3)
     hooked.register_forward_hook(lambda *arguments: arguments[-1] * 2 + 1)
     pre_hooked.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2 + 1,))
@@ -89,15 +82,8 @@ def test_code_around_the_forward_is_refused_because_it_would_run_twice() -> None
         model = shared(layer)
         with pytest.raises(TraceError, match=r"body\.1 \(\w+\) cannot be a leaf here: .* twice; .* is_leaf_module"):
             fx.symbolic_trace(model)
-        assert torch.equal(fx.GraphModule(model, LeafTracer().trace(model))(X), model(X))
-
-
-def test_a_layer_outside_of_the_traced_model_is_refused_like_torchs() -> None:
-    proxy = fx.Proxy(fx.Graph().placeholder("x"))
-    for layer in (syncbn.SyncBatchNorm2d(3), LAYERS["calls super"]()):
-        for trace in (fx.symbolic_trace, lambda layer: layer(proxy)):
-            with pytest.raises(TraceError, match=r"only a submodule .*; trace a module that contains this layer"):
-                trace(layer)
+        graph = run_block("deploy.md", "class Tracer", model=model)["graph"]
+        assert torch.equal(graph(X), model(X))
 
 
 fx.wrap("sync_batch_norm")

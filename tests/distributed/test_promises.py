@@ -122,7 +122,7 @@ def test_promise_5_evaluation_is_local(ranks: Ranks) -> None:
     assert torch.equal(y, expected)
 
 
-# More: test_layer.py (dtypes of parameters), test_fuzz.py.
+# More: test_fuzz.py.
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_promise_6_dtypes(ranks: Ranks, dtype: torch.dtype) -> None:
     """Output dtype equals input dtype; batch statistics are never below float32; a buffer keeps its dtype and is
