@@ -68,12 +68,22 @@ class WithoutForward(torch.nn.modules.batchnorm._BatchNorm):
         assert input.ndim == 4
 
 
+class RefusesAttributes(nn.BatchNorm2d):
+    """Refuses new values of attributes after its construction."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "training" and "num_batches_tracked" in vars(self).get("_buffers", ()):
+            raise AttributeError(f"{name} cannot be set")
+        super().__setattr__(name, value)
+
+
 SUBCLASSES: dict[str, Callable[[], nn.Module]] = {
     "torch's": lambda: nn.BatchNorm2d(3, momentum=None),
     "timm's": lambda: BatchNormAct2d(3),
     "calls super": lambda: CallsSuper2d(3),
     "frozen statistics": lambda: Frozen(3),
     "without a forward": lambda: WithoutForward(3),
+    "refuses attributes": lambda: RefusesAttributes(3),
     "parametrized": lambda: parametrized(nn.BatchNorm2d(3)),
     "parametrized subclass": lambda: parametrized(BatchNormAct2d(3)),
 }
@@ -210,10 +220,17 @@ def test_one_warning_names_the_layers_that_are_not_converted() -> None:
     assert {name: (type(module), vars(module)) for name, module in model.items()} == before
 
 
+class RefusesClasses(nn.BatchNorm2d):
+    @property
+    def __class__(self) -> type:
+        return RefusesClasses
+
+
 @pytest.mark.parametrize(
     ("layer", "error", "message"),
     [
         (nn.LazyBatchNorm2d(), ValueError, "'2' is lazy and counts channels in dim 1"),
+        (RefusesClasses(3), AttributeError, "has no setter"),
         (SubclassOfSyncBatchNorm(3), UserWarning, "did not convert"),  # pytest turns the warning into an error
     ],
 )
