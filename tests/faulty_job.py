@@ -2,6 +2,7 @@
 
     python tests/faulty_job.py FAULT [FOLDER]         with the environment variables of torchrun
 
+Each rank saves the gradients and buffers of the first two steps to FOLDER.
 test_faults.py, test_two_hosts.py and scripts/gpu_run.py run it, and have the names of the faults.
 """
 
@@ -112,9 +113,11 @@ def before_step(model: nn.Sequential) -> None:
         model.body.bn1.process_group = RANKS
     if FAULT == "replay":
         replay(model)
-    if FAULT == "link cut":  # The test cuts the link between two hosts.
+    if FOLDER:
         wait_until_written()
-        Path(*FOLDER, f"rank {RANK}").touch()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        torch.save([gradients, *model.buffers()], Path(*FOLDER, f"rank {RANK}"))
+    if FAULT == "link cut":  # The test cuts the link between two hosts when all ranks have saved their gradients.
         wait_until(Path(*FOLDER, "cut").exists)
     if FAULT == "kill -9 in the all_reduce":
         if AT_FAULT:
@@ -175,6 +178,7 @@ def train() -> None:
         os.environ["NCCL_HOSTID"] = str(RANK)  # nccl refuses two ranks of one host on one GPU
         torch.set_default_device("cuda")
     dist.init_process_group(BACKEND, store=STORE, rank=RANK, world_size=RANKS, timeout=TIMEOUT)
+    torch.manual_seed(RANK)
     if FAULT == "two numbers of channels":
         sync_batch_norm(torch.randn(2, 4), None, None, torch.ones(3 if AT_FAULT else 4), training=True)
     channels = 5 if AT_FAULT and FAULT == "channels" else 4

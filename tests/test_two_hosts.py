@@ -1,7 +1,6 @@
 """Tests that two hosts (network namespaces of this host) train as one, and report a link that is cut."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -12,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import ENVIRONMENT, EXAMPLES, TORCHRUN, processes_with, run_on_ranks
+import torch
+from jobs import ENVIRONMENT, TORCHRUN, processes_with, run_on_ranks
 
-COLLECTIVES = {"COLLECTIVE_SECONDS": "8"}  # read by faulty_job.py
-SETTINGS = ["--epochs", "1", "--steps", "20", "--width", "4"]
+JOB = Path(__file__).with_name("faulty_job.py")
 
 
 def ip(arguments: str) -> str:
@@ -37,11 +36,9 @@ class Host:
         rename = ["unshare", "--uts", "sh", "-c", f'hostname {self.name} && exec "$@"', "sh"]
         with self.log.open("w") as log:
             command = ["ip", "netns", "exec", self.namespace, *rename, *torchrun]
-            self.agent = subprocess.Popen(command, env=ENVIRONMENT | COLLECTIVES, stdout=log, stderr=log)
-
-    def finish(self) -> tuple[int, str]:
-        """Wait for the end of the job and return its exit status and output."""
-        return self.agent.wait(), self.log.read_text()
+            self.agent = subprocess.Popen(
+                command, env=ENVIRONMENT | {"COLLECTIVE_SECONDS": "5"}, stdout=log, stderr=log
+            )
 
     def remove(self) -> None:
         """Remove the namespace and kill the processes in it."""
@@ -53,12 +50,12 @@ class Host:
         ip(f"netns del {self.namespace}")
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[list[Host]]:
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
     """Create two hosts with a link between them."""
     if shutil.which("ip") is None:
         pytest.skip("ip, of the package iproute2, is not installed")
-    hosts = [Host(index, tmp_path) for index in range(2)]
+    hosts = [Host(index, tmp_path_factory.mktemp("hosts")) for index in range(2)]
     names = "\n".join(["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in hosts)])
     with contextlib.ExitStack() as stack:
         try:
@@ -80,31 +77,37 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
         yield hosts
 
 
-def test_two_hosts_train_as_one(hosts: list[Host], tmp_path: Path) -> None:
-    folders = tmp_path / "one host", tmp_path / "two hosts"
-    run_on_ranks(4, EXAMPLES / "digits.py", *SETTINGS, "--output", folders[0])
-    for host in hosts:
-        host.start(EXAMPLES / "digits.py", *SETTINGS, "--output", folders[1])
-    for host in hosts:
-        status, output = host.finish()
-        assert status == 0, output
-    one_host, two_hosts = (json.loads((folder / "metrics.json").read_text())["runs"] for folder in folders)
-    assert one_host == two_hosts
+Job = tuple[Path, list[Host]]
 
 
-def test_both_hosts_report_a_cut_link(hosts: list[Host], tmp_path: Path) -> None:
-    """The host of the store reports the age of the other ranks' positions; the other host reports a lost store."""
+@pytest.fixture(scope="module")
+def job(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Run a job on the hosts, and cut the link in the third step. Return the folder of the job, and the hosts."""
+    folder = tmp_path_factory.mktemp("job")
     for host in hosts:
-        host.start(Path(__file__).with_name("faulty_job.py"), "link cut", tmp_path)
-    while len(list(tmp_path.glob("rank ?"))) < 4:  # until the third step
+        host.start(JOB, "link cut", folder)
+    while len(list(folder.glob("rank ?"))) < 4:  # until the third step
         assert all(host.agent.poll() is None for host in hosts), [host.log.read_text() for host in hosts]
         time.sleep(0.1)
     ip(f"-n {hosts[0].namespace} link set {hosts[0].link} down")
-    (tmp_path / "cut").touch()
-    while any("torch.distributed.run" not in command for command in processes_with(tmp_path).values()):
+    (folder / "cut").touch()
+    while any("torch.distributed.run" not in command for command in processes_with(folder).values()):
         time.sleep(0.1)
-    status, output = hosts[0].finish()
-    assert status
+    return folder, hosts
+
+
+def test_two_hosts_train_as_one(job: Job, tmp_path: Path) -> None:
+    run_on_ranks(4, JOB, "none", tmp_path)
+    for rank in range(4):
+        one_host, two_hosts = (torch.load(folder / f"rank {rank}") for folder in (tmp_path, job[0]))
+        torch.testing.assert_close(two_hosts, one_host, rtol=0, atol=0)
+
+
+def test_both_hosts_report_a_cut_link(job: Job) -> None:
+    """The host of the store reports the age of the other ranks' positions; the other host reports a lost store."""
+    host, other_host = job[1]
+    assert host.agent.wait() != 0
+    output = host.log.read_text()
     assert re.search(
         r"syncbn: a collective failed on rank [01] after \d+.\d s.\n"
         r"(.*ranks? [01].*: in body.bn1 forward, call 3(; .*)?\n)+"
@@ -112,7 +115,7 @@ def test_both_hosts_report_a_cut_link(hosts: list[Host], tmp_path: Path) -> None
         r"(.*\n)+.*The process group reports",
         output,
     ), output
-    output = hosts[1].log.read_text()  # torchrun on this host still waits for the other host
+    output = other_host.log.read_text()  # torchrun on this host still waits for the other host
     assert re.search(
         r"syncbn: a collective failed on rank ([23]) after \d+.\d s.\n"
         r"(.*ranks? [0-3, -]+: not known, as the process group's store does not answer\n)"
