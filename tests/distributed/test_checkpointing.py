@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from training import Checkpointed, CountCollectives, step
 from voting import Ranks
 
@@ -66,24 +66,6 @@ def test_compiled(ranks: Ranks) -> None:
         return torch.compile(Checkpointed(inner, use_reentrant=False), backend="aot_eager", fullgraph=True)
 
     compare(syncbn.SyncBatchNorm2d(2, momentum=None), wrap, rank_input(ranks), tolerance=1e-5)
-
-
-class WithOperators(syncbn.SyncBatchNorm1d):
-    """A layer with operators that syncbn may call too. The gradient of exp depends on the results of all of them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return torch.where(x > 0, x + x.tanh(), x * x.sin()).double().exp()
-
-
-@pytest.mark.parametrize("operator", ["add", "mul", "_to_copy", "where"])
-def test_the_results_of_any_operator_may_be_saved(ranks: Ranks, operator: str) -> None:
-    """torch finds a saved result by counting: each operator must run as often in the recompute as in the forward."""
-    packet = getattr(torch.ops.aten, operator)
-    saved = [getattr(packet, overload) for overload in packet.overloads()]
-    context_fn = partial(create_selective_checkpoint_contexts, saved)
-    wrap = partial(Checkpointed, use_reentrant=False, context_fn=context_fn)
-    compare(WithOperators(4, momentum=None), wrap, rank_input(ranks, 5, 4))
 
 
 def test_a_forward_inside_backward_leaves_the_statistics(ranks: Ranks) -> None:

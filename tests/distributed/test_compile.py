@@ -116,20 +116,6 @@ def test_a_graph_has_one_collective_each_way(ranks: Ranks, monkeypatch: pytest.M
             assert {f"syncbn.{way}_sums_v4.default", f"syncbn.{way}_outputs_v4.default"} <= {*called}
 
 
-def test_an_invalid_argument_after_a_graph_break_raises_on_its_rank(ranks: Ranks) -> None:
-    """Parts of the call are compiled, so no rank learns of the errors of other ranks."""
-    layer = syncbn.SyncBatchNorm2d(3).to(ranks.device)
-
-    def forward(x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return layer(x * 2)
-
-    compiled = torch.compile(forward, backend="eager")
-    compiled(torch.randn(2, 3, 4, 4, device=ranks.device))
-    with pytest.raises(ValueError, match="expected 3 channels in dim 1 of the input, got 4"):
-        compiled(torch.randn(2, 4, 4, 4, device=ranks.device))
-
-
 # Process groups.
 
 

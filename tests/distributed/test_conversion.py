@@ -9,7 +9,6 @@ import functools
 import pickle
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from training import CountCollectives, require_trains_as, step, whole_batches
 from voting import Ranks
 
 import syncbn
-from syncbn.functional import sync_batch_norm, sync_batch_stats
 from syncbn.texts import warn_once
 
 # Models: training, revert and copies.
@@ -208,14 +206,6 @@ def test_a_call_that_passes_a_tensor_of_the_layer_is_synchronised(
     assert syncbn.summary(layer)[0].last_step == last_step
 
 
-def test_options_of_syncbn_apply_only_to_the_call_of_the_layer(ranks: Ranks) -> None:
-    """An instance norm within the forward gets neither channel_last nor fuse_relu."""
-    plain, layer = build_layers(ranks, InstanceNorm)
-    layer.fuse_relu = layer.channel_last = True
-    whole, own = uneven_batch(ranks)
-    syncbn_warnings(lambda: torch.testing.assert_close(layer(whole[own]), plain(whole[own])))
-
-
 @pytest.mark.parametrize(
     ("layer_class", "modes"),
     [(TorchFunction, [True]), (BatchNormAct2d, [True, False]), (CallsSuper2d, [True, False])],
@@ -230,34 +220,6 @@ def test_options_of_syncbn_in_a_subclass(ranks: Ranks, layer_class: type[nn.Modu
         plain.train(training), layer.train(training)
         output = layer(whole[own].movedim(1, -1)).movedim(-1, 1)
         torch.testing.assert_close((output, layer.state_dict()), (plain(whole).relu()[own], plain.state_dict()))
-
-
-OneRank = subclass("OneRank", lambda _, x: sync_batch_norm(x, None, None, training=True, process_group=1))
-
-
-class WithPart(BatchNormAct2d):
-    """Also returns the output of another layer."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x), self.part(x)
-
-
-PARTS = OneRank(3), *(build(3, track_running_stats=False).eval() for build in (BatchNormAct2d, nn.BatchNorm2d))
-
-
-@pytest.mark.parametrize("part", PARTS, ids=["one rank", "subclass in evaluation", "evaluation"])
-def test_a_local_layer_inside_a_layer_that_trains_stays_local(ranks: Ranks, part: nn.Module) -> None:
-    """A layer is local over one rank, or in evaluation without running statistics. Both call torch's batch norm, which
-    the forward of the outer layer must not replace."""
-    x = torch.randn(2, 3, 4, 4, device=ranks.device) + ranks.rank
-    layer = WithPart(3)
-    layer.part = copy.deepcopy(part)
-    expected = copy.deepcopy(part).to(ranks.device)(x)
-    syncbn.convert_syncbn_model(layer.to(ranks.device))
-    with CountCollectives() as collectives:
-        outputs = layer(x)[1], layer.part(x)
-    torch.testing.assert_close(outputs, (expected, expected))
-    assert collectives.total == 1
 
 
 # Forwards that a program has replaced, or that take other inputs.
@@ -342,17 +304,11 @@ class Breaks(CallsSuper2d):
         return y
 
 
-class CallsStatistics(nn.BatchNorm2d):
-    def forward(self, x: Tensor) -> Tensor:
-        mean, var, _ = sync_batch_stats(x)
-        return (x - mean.view(-1, 1, 1)) * (var.view(-1, 1, 1) + self.eps).rsqrt()
-
-
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     "build",
     [BatchNormAct2d, ParametrizedAct2d, CallsSuper2d, Slices, TorchFunction, Keywords, InstanceNorm,
-     InstanceAndBatchNorm, CallsFunctional, CallsStatistics, Frozen, Nested, Breaks, ManualBatchNorm],
+     InstanceAndBatchNorm, CallsFunctional, Frozen, Nested, Breaks, ManualBatchNorm],
 )  # fmt: skip
 def test_a_graph_synchronises_and_warns_as_in_eager_mode(ranks: Ranks, build: Build) -> None:
     """An evaluation does not warn."""
@@ -407,19 +363,3 @@ def test_one_warning_names_each_class_whose_forward_does_not_synchronise(ranks: 
     assert [row.last_step for row in syncbn.summary(model)] == last_steps
     assert syncbn_warnings(lambda: model.eval()(x)) == []
     assert syncbn_warnings(lambda: syncbn.convert_syncbn_model(model, process_group=1).train()(x)) == []
-
-
-def test_the_last_step_of_a_layer_is_that_of_its_thread(ranks: Ranks) -> None:
-    """During the forward another thread trains a layer that does not synchronise."""
-
-    class TrainsInThread(CallsFunctional):
-        def forward(self, x: Tensor) -> Tensor:
-            with ThreadPoolExecutor() as pool:
-                pool.submit(other, x).result()
-            return super().forward(x)
-
-    layers = (layer_class(3, device=ranks.device) for layer_class in (TrainsInThread, ManualBatchNorm))
-    layer, other = map(syncbn.convert_syncbn_model, layers)
-    assert len(syncbn_warnings(lambda: layer(torch.randn(4, 3, 2, 2, device=ranks.device)))) == 1
-    assert syncbn.summary(layer)[0].last_step == f"synchronised over {ranks.size} ranks"
-    assert syncbn.summary(other)[0].last_step == "not known"

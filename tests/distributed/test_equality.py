@@ -1,7 +1,5 @@
 """Tests that a step equals that of the whole batch where test_fuzz.py draws no case: hard inputs, graphs and names."""
 
-from collections import OrderedDict
-
 import pytest
 import torch
 from oracle import HARD_INPUTS, errors_of_one_step, full_batch, relative_error
@@ -63,13 +61,6 @@ def test_a_rank_whose_output_gets_no_gradient_still_communicates(ranks: Ranks) -
     dy = torch.cos(full_batch(x, x).output)
     dy[:2] = 0
     assert relative_error(leaf.grad, full_batch(x, dy).grad_input[local]) < 1e-12
-
-
-@pytest.mark.parametrize("name", [1300 * "a", 230 * "\u5c42", 110 * "\U0001f600", "\udcff"], ids=ascii)
-def test_a_layer_may_have_any_name(ranks: Ranks, name: str) -> None:
-    """The store and the signature must accept long names, and surrogates."""
-    model = nn.Sequential(OrderedDict([(name, nn.BatchNorm1d(C, device=ranks.device))]))
-    syncbn.convert_syncbn_model(model)(torch.ones(2, C, device=ranks.device) * ranks.rank)
 
 
 def test_profiler_ranges_contain_the_collectives(ranks: Ranks) -> None:
