@@ -34,13 +34,6 @@ def definition(
     return torch.where(mask, y.relu() if relu else y, 0)
 
 
-def statistics(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return mean, variance and number of the values that count."""
-    values = x.movedim(1, -1)[mask[:, 0]]  # (M, C)
-    mean = values.mean(0)
-    return mean, (values - mean).square().mean(0), len(values)
-
-
 def function_of_statistics(x: Tensor, mean: Tensor, var: Tensor, count: Tensor | int) -> Tensor:
     """Return a non-linear function of the statistics, in the shape of x."""
     return ((mean * var + mean) * count).view(-1, 1, 1).expand(x.shape)
@@ -74,7 +67,8 @@ class Batch:
     def whole(self, *tensors: Tensor) -> Tensor:
         """Compute the definition, for the tensors of the whole batch."""
         if self.uses_statistics:
-            return function_of_statistics(*tensors, *statistics(*tensors, self.mask))
+            values = tensors[0].movedim(1, -1)[self.mask[:, 0]]  # (M, C)
+            return function_of_statistics(*tensors, values.mean(0), values.var(0, correction=0), len(values))
         return definition(mask=self.mask, relu=self.relu, **dict(zip(self.names.split(), tensors, strict=True)))
 
     def synchronised(self, x: Tensor, *others: Tensor) -> Tensor:
@@ -111,23 +105,22 @@ def gradients_with_graph(function: Function, tensors: Sequence[Tensor]) -> Seque
     return torch.autograd.grad(cubes(function)(*tensors), tensors, create_graph=True)
 
 
+def gradients_of_penalty(function: Function, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return torch.autograd.grad(gradient_penalty(gradients_with_graph(function, tensors)), tensors)
+
+
+def functional_gradients_of_penalty(function: Function, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return functional_gradients(lambda *x: gradient_penalty(functional_gradients(cubes(function), x)), tensors)
+
+
 # Name -> the derivative, and the number of its all_reduces; None: not counted, because second derivatives of statistics
 # take fewer. torch.func always makes a graph of the backward.
-Way = Callable[[Function, Sequence[Tensor]], Sequence[Tensor]]
-WAYS: dict[str, tuple[Way, int | None]] = {
+WAYS: dict[str, tuple[Callable[[Function, Sequence[Tensor]], Sequence[Tensor]], int | None]] = {
     "autograd.grad": (lambda f, tensors: torch.autograd.grad(cubes(f)(*tensors), tensors), 2),
     "create_graph": (gradients_with_graph, 3),
-    "penalty": (
-        lambda f, tensors: torch.autograd.grad(gradient_penalty(gradients_with_graph(f, tensors)), tensors),
-        None,
-    ),
+    "penalty": (gradients_of_penalty, None),
     "func.grad": (lambda f, tensors: functional_gradients(cubes(f), tensors), 3),
-    "func.grad of func.grad": (
-        lambda f, tensors: functional_gradients(
-            lambda *x: gradient_penalty(functional_gradients(cubes(f), x)), tensors
-        ),
-        None,
-    ),
+    "func.grad of func.grad": (functional_gradients_of_penalty, None),
 }
 
 

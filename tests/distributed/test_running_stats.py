@@ -162,29 +162,13 @@ def test_batch_statistics_of_no_value_or_one(ranks: Ranks, channels: int, sample
     assert int(count) == samples_of_rank_0 + samples * (ranks.size - 1)
 
 
-def test_constant_channels_have_variance_0_but_exact_second_derivatives(ranks: Ranks) -> None:
-    """Rounding errors make some variances negative before the clamp to 0."""
-    generator = torch.Generator().manual_seed(0)
-    constants, directions = torch.rand(2, 3 * ranks.size, 64, dtype=torch.float64, generator=generator).to(ranks.device)
-    x = constants[:1].expand(3, -1).clone().requires_grad_()
-    _, var, count = sync_batch_stats(x)
-    assert var.ge(0).all()
-    (first,) = torch.autograd.grad(var.sum(), x, create_graph=True)
-    local = directions[ranks.even_slice(len(directions))]
-    (second,) = torch.autograd.grad((first * local).sum(), x)
-    torch.testing.assert_close(second, ranks.size * 2 / int(count) * (local - directions.mean(0)))
-
-
-def test_one_rank_sends_nothing_and_a_recompute_repeats_the_forward(ranks: Ranks) -> None:
+def test_batch_statistics_of_one_rank_send_nothing(ranks: Ranks) -> None:
     x = torch.randn(4, C, device=ranks.device).requires_grad_()
     with CountCollectives() as collectives:
         mean, var, _ = sync_batch_stats(x, process_group=1)
         mean.sum().backward()
     assert collectives.total == 0
     torch.testing.assert_close((mean, var), (x.mean(0), x.var(0, correction=0)))
-    with CountCollectives() as collectives:
-        checkpoint(lambda x: sync_batch_stats(x)[1], x, use_reentrant=False).sum().backward()
-    assert collectives.total == 3
 
 
 @pytest.mark.compiles
