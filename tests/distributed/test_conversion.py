@@ -254,20 +254,6 @@ def test_a_subclass_whose_input_is_not_a_tensor(ranks: Ranks) -> None:
 # Layers whose forward calls no batch norm, or hides the call in a graph.
 
 
-class Nested(CallsFunctional):
-    """Calls another layer before and after its own batch norm."""
-
-    def __init__(self, num_features: int, **options: Any) -> None:
-        super().__init__(num_features, **options)
-        self.inner = CallsSuper2d(num_features, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.inner(x)
-        y = super().forward(x)
-        self.inner(x)
-        return y * 2
-
-
 class Breaks(CallsSuper2d):
     """Breaks the graph before and after its batch norm."""
 
@@ -282,7 +268,7 @@ class Breaks(CallsSuper2d):
 @pytest.mark.parametrize(
     "build",
     [BatchNormAct2d, parametrized_act, CallsSuper2d, Slices, TorchFunction, InstanceNorm, InstanceAndBatchNorm,
-     CallsFunctional, Frozen, Nested, Breaks, ManualBatchNorm],
+     CallsFunctional, Frozen, Breaks, ManualBatchNorm],
 )  # fmt: skip
 def test_a_graph_synchronises_and_warns_as_in_eager_mode(ranks: Ranks, build: Build) -> None:
     """An evaluation does not warn."""
