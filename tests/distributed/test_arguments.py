@@ -137,7 +137,6 @@ def test_an_unknown_environment_variable_raises_on_every_rank(
 
 FLAGS = "fuse_relu", "channel_last", "track_running_stats"
 IN_PLACE = "cannot be updated in place, as "
-Change = Callable[[Tensor], object]  # takes the old value
 
 
 @pytest.mark.parametrize("trained", ["", "in training", "in inference mode"])
@@ -162,7 +161,7 @@ Change = Callable[[Tensor], object]  # takes the old value
     ],
 )
 def test_a_layer_of_one_rank_that_cannot_train_raises_on_every_rank(
-    ranks: Ranks, name: str, change: Change, text: str, trained: str
+    ranks: Ranks, name: str, change: Callable[[Tensor], object], text: str, trained: str
 ) -> None:
     """Otherwise this rank would fail after the other ranks have trained, and they would wait in backward. The kernels
     may be cached, and in inference mode for tensors with the same dispatch keys."""
@@ -176,6 +175,14 @@ def test_a_layer_of_one_rank_that_cannot_train_raises_on_every_rank(
     with raises_on_all_ranks(ranks, text, {key: layer.get_buffer(key) for key in ("running_mean", "running_var")}):
         layer(X)
     syncbn.SyncBatchNorm(C)(X)  # The group can still be used.
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_number_on_one_rank_equals_a_bool_on_other_ranks(ranks: Ranks, name: str) -> None:
+    layer = syncbn.SyncBatchNorm(C)
+    if ranks.rank == 0:
+        setattr(layer, name, float(getattr(layer, name)))
+    layer(X)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
