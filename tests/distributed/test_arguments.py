@@ -4,18 +4,16 @@ test_errors.py has all messages, on one process. On GPUs the other ranks raise a
 """
 
 import contextlib
-import functools
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 import torch
 from equal_to_torch import clear_kernel_caches
 from torch import Tensor, nn
-from training import CountCollectives, step
+from training import CountCollectives
 from voting import Ranks
 
 import syncbn
@@ -35,10 +33,10 @@ def raises_on_all_ranks(ranks: Ranks, text: str, tensors: dict[str, Tensor]) -> 
     """Check that the block raises an error with `text` on rank 0, that the other ranks report this text once, and that
     no tensor changes."""
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    reported = "" if ranks.rank == 0 else r"another rank failed(.|\n)*rank 0: \w+Error: (.|\n)*"
-    with pytest.raises(
-        Exception if ranks.rank == 0 else (TypeError, ValueError), match=reported + re.escape(text)
-    ) as e:
+    error, reported = Exception, ""
+    if ranks.rank:
+        error, reported = (TypeError, ValueError), r"another rank failed(.|\n)*rank 0: \w+Error: (.|\n)*"
+    with pytest.raises(error, match=reported + re.escape(text)) as e:
         yield
     assert ranks.rank == 0 or (str(e.value).count(text) == 1 and e.value.__context__ is None)
     torch.testing.assert_close(tensors, before, rtol=0, atol=0)
@@ -50,8 +48,8 @@ def inference_tensor(tensor: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def inference_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    return nn.Parameter(tensor.clone(), requires_grad)
+def inference_parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.clone())
 
 
 def nested() -> Tensor:
@@ -122,17 +120,16 @@ def test_a_bad_argument_of_batch_norm_backward_raises_on_every_rank(
         batch_norm_backward(**arguments | ({name: bad} if ranks.rank == 0 else {}))
 
 
-@pytest.mark.parametrize("function", ["layer", "batch_norm_backward"])
 @pytest.mark.parametrize(("name", "known"), [("SYNCBN_KERNELS", "reference"), ("SYNCBN_CHECKS", "0")])
 def test_an_unknown_environment_variable_raises_on_every_rank(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str, known: str, function: str
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str, known: str
 ) -> None:
     select.reason_forced.cache_clear()
     clear_kernel_caches(monkeypatch)
     monkeypatch.setenv(name, "fast" if ranks.rank == 0 else os.environ.get(name, ""))
-    layer, statistics = syncbn.SyncBatchNorm1d(C), (torch.zeros(C), torch.ones(C))
+    layer = syncbn.SyncBatchNorm1d(C)
     with raises_on_all_ranks(ranks, f"{name} must be {known!r} or not set, got 'fast'", layer.state_dict()):
-        layer(X) if function == "layer" else batch_norm_backward(X, X, *statistics)
+        layer(X)
     select.reason_forced.cache_clear()
 
 
@@ -140,7 +137,6 @@ def test_an_unknown_environment_variable_raises_on_every_rank(
 
 FLAGS = "fuse_relu", "channel_last", "track_running_stats"
 IN_PLACE = "cannot be updated in place, as "
-Change = Callable[[Tensor], object]  # takes the old value
 
 
 @pytest.mark.parametrize("trained", ["", "in training", "in inference mode"])
@@ -148,14 +144,12 @@ Change = Callable[[Tensor], object]  # takes the old value
     ("name", "change", "text"),
     [
         ("weight", inference_parameter, "weight was made in torch.inference_mode"),
-        ("weight", functools.partial(inference_parameter, requires_grad=False), "weight was made in torch.inference_"),
         ("running_mean", inference_tensor, f"running_mean {IN_PLACE}it was made in torch.inference_mode"),
         ("running_var", inference_tensor, f"running_var {IN_PLACE}it was made in torch.inference_mode"),
         ("num_batches_tracked", inference_tensor, f"num_batches_tracked {IN_PLACE}it was made in torch.inference_mode"),
         ("running_mean", lambda mean: mean[:1].expand(C), f"running_mean {IN_PLACE}several of its elements"),
         ("running_mean", lambda mean: torch._efficientzerotensor(C), f"running_mean {IN_PLACE}it is a tensor of zeros"),
         ("num_batches_tracked", Tensor.bool, "num_batches_tracked to be a tensor of numbers, got a tensor of torch.b"),
-        ("num_batches_tracked", int, "num_batches_tracked to be a tensor of numbers, got 0"),
         ("momentum", lambda _: 10**400, "momentum must fit into a float, got 1000"),
         ("momentum", lambda _: torch.ones((), device="meta"), "but momentum on meta"),
         ("eps", lambda _: 10**400, "eps must fit into a float, got 1000"),
@@ -167,7 +161,7 @@ Change = Callable[[Tensor], object]  # takes the old value
     ],
 )
 def test_a_layer_of_one_rank_that_cannot_train_raises_on_every_rank(
-    ranks: Ranks, name: str, change: Change, text: str, trained: str
+    ranks: Ranks, name: str, change: Callable[[Tensor], object], text: str, trained: str
 ) -> None:
     """Otherwise this rank would fail after the other ranks have trained, and they would wait in backward. The kernels
     may be cached, and in inference mode for tensors with the same dispatch keys."""
@@ -177,32 +171,18 @@ def test_a_layer_of_one_rank_that_cannot_train_raises_on_every_rank(
             layer(X)
         layer.reset_running_stats()
     if ranks.rank == 0:
-        value = change(getattr(layer, name))
-        if name == "num_batches_tracked" and not isinstance(value, Tensor):
-            del layer.num_batches_tracked
-        setattr(layer, name, value)
+        setattr(layer, name, change(getattr(layer, name)))
     with raises_on_all_ranks(ranks, text, {key: layer.get_buffer(key) for key in ("running_mean", "running_var")}):
         layer(X)
     syncbn.SyncBatchNorm(C)(X)  # The group can still be used.
 
 
-@pytest.mark.parametrize("name", ["running_var", "num_batches_tracked", "num_features", "bias", *FLAGS])
-def test_unusual_values_of_one_rank_train_like_usual_values(ranks: Ranks, name: str) -> None:
-    """Numbers equal the bools of the other ranks. A num_features that the program changes later is not read."""
-    changes: dict[str, list[Change]] = {
-        "running_var": [lambda var: var.repeat_interleave(2)[::2]],
-        "num_batches_tracked": [Tensor.int],
-        "num_features": [lambda _: [C], lambda _: 2.5, lambda _: None],
-        "bias": [inference_parameter],  # autograd does not save the bias
-    }
-    for change in changes.get(name, [int, float, np.bool_, np.int64]):
-        layer, expected = syncbn.SyncBatchNorm(C), syncbn.SyncBatchNorm(C)
-        layer(X), expected(X)
-        if ranks.rank == 0:
-            setattr(layer, name, change(getattr(layer, name)))
-        for _ in range(2):
-            actual = step(layer, layer, X) | {"num_batches_tracked": layer.num_batches_tracked.long()}
-            torch.testing.assert_close(actual, step(expected, expected, X), rtol=0, atol=0)
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_number_on_one_rank_equals_a_bool_on_other_ranks(ranks: Ranks, name: str) -> None:
+    layer = syncbn.SyncBatchNorm(C)
+    if ranks.rank == 0:
+        setattr(layer, name, float(getattr(layer, name)))
+    layer(X)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -215,22 +195,15 @@ def test_inference_tensors_are_accepted_unless_autograd_saves_them(ranks: Ranks,
     assert not layer.requires_grad_(False)(x, z, mask).requires_grad
 
 
-@pytest.mark.parametrize("kind", ["pruned", "lazy", "lazy, assigned"])
-def test_a_layer_has_the_channels_of_its_tensors_whatever_num_features_is(ranks: Ranks, kind: str) -> None:
-    """A faulty rank must join an all_reduce of the length that the other ranks send."""
-    layer, plain = nn.BatchNorm2d(C) if kind == "pruned" else nn.LazyBatchNorm2d(), nn.BatchNorm2d(C)
-    layer.load_state_dict(plain.state_dict(), assign="assigned" in kind)  # A lazy layer keeps num_features 0.
-    layer = syncbn.convert_syncbn_model(layer)
-    if kind == "pruned":
-        layer.num_features = 2 * C  # A program has replaced the tensors by shorter tensors.
-    x = torch.randn(2, C, 4, 4, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(layer(x), plain(x), rtol=1e-4, atol=1e-4)
-    with syncbn.accumulate_running_stats(layer):
-        layer(x)
+def test_a_pruned_layer_has_the_channels_of_its_tensors(ranks: Ranks) -> None:
+    """A faulty rank must join an all_reduce of the length that the other ranks send, whatever num_features is."""
+    layer = syncbn.SyncBatchNorm(C)
+    layer.num_features = 2 * C  # A program has replaced the tensors by shorter tensors.
+    layer(X)
     assert syncbn.summary(layer)[0][2:6] == (C, ranks.size, 8 * (2 * C + 5), 8 * (2 * C + 5))
-    bad, text = torch.randn(2, C + 1, 4, 4), f"expected {C} channels in dim 1 of the input, got {C + 1}"
+    bad, text = torch.ones(2, C + 1, 4), f"expected {C} channels in dim 1 of the input, got {C + 1}"
     with raises_on_all_ranks(ranks, text, layer.state_dict()):
-        layer(x if ranks.rank else bad)
+        layer(X if ranks.rank else bad)
     with pytest.raises(ValueError, match=text):
         layer.eval()(bad)
 
@@ -256,29 +229,17 @@ def test_ranks_in_different_layers_are_the_error_and_a_bad_argument_its_context(
     assert context is None if ranks.rank else "expected 3 channels" in str(context)
 
 
-class TextlessError(ValueError):
-    def __str__(self) -> str:
-        raise AttributeError("no text")
+def test_an_error_of_a_check_of_the_user_is_reported(ranks: Ranks) -> None:
+    """The store accepts no surrogates, which Python uses for bytes in names of files that are not UTF-8."""
 
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (AssertionError("text of the user"), "AssertionError: text of the user"),
-        (AssertionError(), "AssertionError$"),
-        (TextlessError(), r".*\.TextlessError: <exception str\(\) failed>$"),
-        (ValueError("cannot read \udcff.png"), r"ValueError: cannot read \\udcff\.png$"),
-    ],
-    ids=["text", "empty text", "no text", "surrogate"],
-)
-def test_any_error_of_a_check_of_the_user_is_reported(ranks: Ranks, error: Exception, text: str) -> None:
     def check_input_dim(x: Tensor) -> None:
-        raise error
+        raise AssertionError("cannot read \udcff.png")
 
     layer, is_faulty = syncbn.SyncBatchNorm(C), ranks.rank == 1
     if is_faulty:
         layer._check_input_dim = check_input_dim
-    with pytest.raises(type(error) if is_faulty else ValueError, match=None if is_faulty else f"\nrank 1: {text}"):
+    text = "cannot read \udcff" if is_faulty else r"\nrank 1: AssertionError: cannot read \\udcff"
+    with pytest.raises(AssertionError if is_faulty else ValueError, match=text):
         layer(X)
 
 
@@ -289,8 +250,6 @@ def test_errors_need_neither_numpy_nor_the_default_device(ranks: Ranks, monkeypa
     text = "expected 3 channels in dim 1 of the input, got 4"
     with torch.device("meta"), raises_on_all_ranks(ranks, text, dict(layer.named_buffers())):
         layer(X.mT if ranks.rank == 0 else X)
-    with torch.device("meta"), pytest.raises(ValueError, match=rf"{ranks.size} ranks do not divide into groups of 7"):
-        syncbn.create_syncbn_process_group(7)
 
 
 # Values that are not finite, or whose squares are not.

@@ -5,11 +5,10 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from guides import run_block
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import BROADCAST_BUFFERS, CountCollectives, rank_slices, require_trains_as, small_model, whole_batches
+from training import BROADCAST_BUFFERS, CountCollectives, require_trains_as, small_model, whole_batches
 from voting import Ranks
 
 import syncbn
@@ -21,40 +20,6 @@ def test_training_equals_one_process(ranks: Ranks, option: str | None) -> None:
     ddp = DistributedDataParallel(model, **{option: True} if option else {BROADCAST_BUFFERS: False})
     require_trains_as(small_model().to(ranks.device), ranks, model, ddp)
     assert all(row.last_step == f"synchronised over {ranks.size} ranks" for row in syncbn.summary(ddp))
-
-
-class AlternatingHeads(nn.Module):
-    """A model whose heads take turns, after a shared body."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.heads = small_model(), nn.ModuleList(nn.BatchNorm1d(5).double() for _ in range(2))
-        self.step = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.step += 1
-        return self.heads[self.step % 2](self.body(x))
-
-
-def test_a_step_may_leave_out_a_branch(ranks: Ranks) -> None:
-    alone, model = (AlternatingHeads().to(ranks.device) for _ in range(2))
-    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(model), find_unused_parameters=True)
-    require_trains_as(alone, ranks, model, ddp)
-
-
-def test_gradients_accumulate_under_no_sync(ranks: Ranks) -> None:
-    """DDP averages the gradients of five micro-batches once; each micro-batch moves the running statistics."""
-    x, labels = whole_batches(ranks, 5)
-    alone, model = small_model().to(ranks.device), syncbn.convert_syncbn_model(small_model()).to(ranks.device)
-    ddp = DistributedDataParallel(model)
-    for images, targets in zip(x, labels, strict=True):
-        F.cross_entropy(alone(images), targets).backward()
-    for step, (images, targets) in enumerate(zip(*rank_slices(ranks, x, labels), strict=True)):
-        with ddp.no_sync() if step < 4 else contextlib.nullcontext():
-            F.cross_entropy(ddp(images), targets).backward()
-    gradients = ([parameter.grad for parameter in net.parameters()] for net in (model, alone))
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(dict(model.named_buffers()), dict(alone.named_buffers()), rtol=1e-12, atol=1e-12)
 
 
 def test_rank_0_validates_alone(ranks: Ranks) -> None:

@@ -34,13 +34,6 @@ def definition(
     return torch.where(mask, y.relu() if relu else y, 0)
 
 
-def statistics(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return mean, variance and number of the values that count."""
-    values = x.movedim(1, -1)[mask[:, 0]]  # (M, C)
-    mean = values.mean(0)
-    return mean, (values - mean).square().mean(0), len(values)
-
-
 def function_of_statistics(x: Tensor, mean: Tensor, var: Tensor, count: Tensor | int) -> Tensor:
     """Return a non-linear function of the statistics, in the shape of x."""
     return ((mean * var + mean) * count).view(-1, 1, 1).expand(x.shape)
@@ -74,7 +67,8 @@ class Batch:
     def whole(self, *tensors: Tensor) -> Tensor:
         """Compute the definition, for the tensors of the whole batch."""
         if self.uses_statistics:
-            return function_of_statistics(*tensors, *statistics(*tensors, self.mask))
+            values = tensors[0].movedim(1, -1)[self.mask[:, 0]]  # (M, C)
+            return function_of_statistics(*tensors, values.mean(0), values.var(0, correction=0), len(values))
         return definition(mask=self.mask, relu=self.relu, **dict(zip(self.names.split(), tensors, strict=True)))
 
     def synchronised(self, x: Tensor, *others: Tensor) -> Tensor:
@@ -111,23 +105,22 @@ def gradients_with_graph(function: Function, tensors: Sequence[Tensor]) -> Seque
     return torch.autograd.grad(cubes(function)(*tensors), tensors, create_graph=True)
 
 
+def gradients_of_penalty(function: Function, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return torch.autograd.grad(gradient_penalty(gradients_with_graph(function, tensors)), tensors)
+
+
+def functional_gradients_of_penalty(function: Function, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return functional_gradients(lambda *x: gradient_penalty(functional_gradients(cubes(function), x)), tensors)
+
+
 # Name -> the derivative, and the number of its all_reduces; None: not counted, because second derivatives of statistics
 # take fewer. torch.func always makes a graph of the backward.
-Way = Callable[[Function, Sequence[Tensor]], Sequence[Tensor]]
-WAYS: dict[str, tuple[Way, int | None]] = {
+WAYS: dict[str, tuple[Callable[[Function, Sequence[Tensor]], Sequence[Tensor]], int | None]] = {
     "autograd.grad": (lambda f, tensors: torch.autograd.grad(cubes(f)(*tensors), tensors), 2),
     "create_graph": (gradients_with_graph, 3),
-    "penalty": (
-        lambda f, tensors: torch.autograd.grad(gradient_penalty(gradients_with_graph(f, tensors)), tensors),
-        None,
-    ),
+    "penalty": (gradients_of_penalty, None),
     "func.grad": (lambda f, tensors: functional_gradients(cubes(f), tensors), 3),
-    "func.grad of func.grad": (
-        lambda f, tensors: functional_gradients(
-            lambda *x: gradient_penalty(functional_gradients(cubes(f), x)), tensors
-        ),
-        None,
-    ),
+    "func.grad of func.grad": (functional_gradients_of_penalty, None),
 }
 
 
@@ -179,23 +172,6 @@ def batch_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
     return sync_batch_norm(x, None, None, weight, training=True)
 
 
-def samples(ranks: Ranks) -> Tensor:
-    """Return this rank's samples (2, C, 4)."""
-    generator = torch.Generator().manual_seed(ranks.rank)
-    return torch.randn(2, C, 4, generator=generator, dtype=torch.float64).to(ranks.device)
-
-
-def test_func_grad_updates_captured_running_statistics_like_eager(ranks: Ranks) -> None:
-    """torch.func.grad refuses in-place operations on captured tensors, except F.batch_norm's update."""
-    results = []
-    for transform in (lambda function: function, grad):
-        mean, var = (torch.full((C,), value, dtype=torch.float64, device=ranks.device) for value in (0.0, 1.0))
-        transform(lambda x, m=mean, v=var: sync_batch_norm(x, m, v, training=True).pow(3).sum())(samples(ranks))
-        results.append((mean, var))
-    torch.testing.assert_close(*results)
-    assert results[0][0].all()
-
-
 def batched_gradients(x: Tensor) -> object:
     y = batch_norm(x.requires_grad_())
     return torch.autograd.grad(y, x, torch.stack([y.detach()] * 2), is_grads_batched=True)
@@ -206,20 +182,20 @@ def batched_gradients(x: Tensor) -> object:
     [
         (lambda x: vmap(batch_norm)(torch.stack((x, x))), 0),
         (lambda x: vmap(grad(lambda x: batch_norm(x).sum()))(torch.stack((x, x))), 0),
-        (lambda x: vmap(lambda x: sync_batch_stats(x)[0])(torch.stack((x, x))), 0),
         (lambda x: vmap(batch_norm, (None, 0))(x, torch.rand(2, C).to(x)), 0),
         (lambda x: jvp(batch_norm, (x,), (x,)), 0),
         (torch.func.jacrev(batch_norm), 1),
         (batched_gradients, 1),
         (lambda x: torch.compile(vmap(batch_norm), backend="aot_eager")(torch.stack((x, x))), 0),
     ],
-    ids=["vmap", "vmap of grad", "vmap of statistics", "vmap of weights", "jvp", "jacrev", "batched", "compiled vmap"],
+    ids=["vmap", "vmap of grad", "vmap of weights", "jvp", "jacrev", "batched", "compiled vmap"],
 )
 def test_several_ranks_refuse_vmap_and_forward_mode_before_they_communicate(
     ranks: Ranks, transformed: Callable[[Tensor], object], num_all_reduces: int
 ) -> None:
     """A backward is refused after its forward."""
-    x, message = samples(ranks), r"torch\.func\.vmap, forward mode .* are not supported over several ranks; loop over"
+    x = torch.randn(2, C, 4).to(ranks.device)
+    message = r"torch\.func\.vmap, forward mode .* are not supported over several ranks; loop over"
     expected = batch_norm(x)
     with CountCollectives() as collectives, pytest.raises(RuntimeError, match=message):
         transformed(x)

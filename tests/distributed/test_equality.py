@@ -1,6 +1,4 @@
-"""Tests that a step equals that of the whole batch where test_fuzz.py draws no case: hard inputs, graphs and names."""
-
-from collections import OrderedDict
+"""Tests that a step equals that of the whole batch where test_fuzz.py draws no case: inputs that lose digits, NaN."""
 
 import pytest
 import torch
@@ -19,11 +17,8 @@ C = 3
 def test_hard_inputs_lose_no_digits(ranks: Ranks, case: str, dtype: torch.dtype) -> None:
     """float32 sums of squares lose all digits at mean/std = 1e4; float64 sums about zero keep float32 exact."""
     errors = errors_of_one_step(case, dtype, syncbn.functional.sync_batch_norm, ranks.rank, ranks.size, ranks.device)
-    bound = 1e-6
-    if dtype == torch.float64:
-        bound = 1e-12 if case == "N(0, 1)" else 2e-15 * (1 + errors.mean_over_std**2)
-    for name, error in errors.relative.items():
-        assert error <= bound, (case, name, error)
+    bound = 1e-6 if dtype == torch.float32 else max(1e-12, 2e-15 * (1 + errors.mean_over_std**2))
+    assert {name: error for name, error in errors.relative.items() if error > bound} == {}
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -38,19 +33,6 @@ def test_nan_and_infinity_reach_the_outputs_and_buffers_of_all_ranks(ranks: Rank
     torch.testing.assert_close(layer.cpu().state_dict(), plain.state_dict(), equal_nan=True)
 
 
-def test_two_forwards_before_one_backward_and_retain_graph(ranks: Ranks) -> None:
-    torch.manual_seed(0)
-    batches = torch.randn(2, 2 * ranks.size, C, dtype=torch.float64)
-    layer, local = syncbn.SyncBatchNorm1d(C, dtype=torch.float64, device=ranks.device), ranks.even_slice(2 * ranks.size)
-    first, second = (x[local].to(ranks.device).requires_grad_() for x in batches)
-    loss = (layer(first).sin() + layer(second).cos()).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    for leaf, x, slope in ((first, batches[0], torch.cos), (second, batches[1], lambda y: -torch.sin(y))):
-        expected = full_batch(x, slope(full_batch(x, x).output)).grad_input
-        assert relative_error(leaf.grad.cpu(), 2 * expected[local]) < 1e-12
-
-
 def test_a_rank_whose_output_gets_no_gradient_still_communicates(ranks: Ranks) -> None:
     """Autograd calls backward with None. The other ranks wait for the zeros of this rank."""
     layer = syncbn.SyncBatchNorm(C, dtype=torch.float64, device=ranks.device)
@@ -63,13 +45,6 @@ def test_a_rank_whose_output_gets_no_gradient_still_communicates(ranks: Ranks) -
     dy = torch.cos(full_batch(x, x).output)
     dy[:2] = 0
     assert relative_error(leaf.grad, full_batch(x, dy).grad_input[local]) < 1e-12
-
-
-@pytest.mark.parametrize("name", [1300 * "a", 230 * "\u5c42", 110 * "\U0001f600", "\udcff"], ids=ascii)
-def test_a_layer_may_have_any_name(ranks: Ranks, name: str) -> None:
-    """The store and the signature must accept long names, and surrogates."""
-    model = nn.Sequential(OrderedDict([(name, nn.BatchNorm1d(C, device=ranks.device))]))
-    syncbn.convert_syncbn_model(model)(torch.ones(2, C, device=ranks.device) * ranks.rank)
 
 
 def test_profiler_ranges_contain_the_collectives(ranks: Ranks) -> None:

@@ -76,7 +76,7 @@ def test_hosts_normalise_alone_until_they_become_one_group(ranks: Ranks) -> None
     close(model.state_dict(), whole.state_dict())
 
 
-# docs/uneven_data.md and docs/rules.md
+# docs/uneven_data.md
 
 
 def test_padded_sequences_train_as_on_one_process_and_padding_changes_no_output(ranks: Ranks) -> None:
@@ -101,23 +101,20 @@ def test_padded_sequences_train_as_on_one_process_and_padding_changes_no_output(
     require_as_one(ranks, len(sequences), train)
 
 
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_hooks_resize_a_mask_for_a_network_with_strides_and_pooling(ranks: Ranks, ndim: int) -> None:
+def test_hooks_resize_a_mask_for_a_network_with_strides_and_pooling(ranks: Ranks) -> None:
     """Padded images give the outputs, gradients and running statistics of the images without padding. The images of a
     rank have one size, so that it can also pass them without padding."""
-    conv, transposed = (nn.Conv1d, nn.ConvTranspose1d) if ndim == 1 else (nn.Conv2d, nn.ConvTranspose2d)
-    pool, norm = (nn.MaxPool1d, nn.BatchNorm1d) if ndim == 1 else (nn.MaxPool2d, nn.BatchNorm2d)
-    down = conv(3, 4, 3, stride=2, padding=1), norm(4), nn.ReLU(), pool(2), conv(4, 6, 3, padding=1), norm(6), nn.ReLU()
-    up = transposed(6, 4, 2, 2), norm(4), nn.ReLU(), nn.Upsample(scale_factor=2), conv(4, 2, 3, padding=1)
-    model = syncbn.convert_syncbn_model(nn.Sequential(*down, *up).to(ranks.device))
-    sizes = [4 * (1 + ranks.rank), 12 - 4 * (ranks.rank % 2)][:ndim]
-    image = 3 + torch.randn(2, 3, *sizes).to(ranks.device)
-    real = (slice(None), slice(None), *map(slice, sizes))
-    x = image.new_zeros(2, 3, *[16] * ndim)
+    down = nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)
+    middle = nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.ConvTranspose2d(6, 4, 2, 2)
+    up = nn.BatchNorm2d(4), nn.ReLU(), nn.Upsample(scale_factor=2), nn.Conv2d(4, 2, 3, padding=1)
+    model = syncbn.convert_syncbn_model(nn.Sequential(*down, *middle, *up).to(ranks.device))
+    height, width = 4 * (1 + ranks.rank), 12 - 4 * (ranks.rank % 2)
+    image, real = 3 + torch.randn(2, 3, height, width).to(ranks.device), (..., slice(height), slice(width))
+    x = image.new_zeros(2, 3, 16, 16)
     x[real] = image
     masked_model, results = copy.deepcopy(model), []
     mask = torch.zeros_like(x[:, 0], dtype=torch.bool)
-    mask[real[1:]] = True
+    mask[real] = True
     run_block("uneven_data.md", "class Masks")["Masks"](masked_model).mask = mask
     for network, leaf in ((model, image), (masked_model, x)):
         y = network(leaf.requires_grad_())
@@ -189,35 +186,6 @@ def test_ranks_that_run_out_of_data(ranks: Ranks, recipe: str, rank_without_data
         torch.testing.assert_close(names[name].state_dict(), expected[name].state_dict(), rtol=1e-12, atol=1e-12)
 
 
-def test_a_recurrent_network_may_call_a_layer_more_often_on_some_ranks(ranks: Ranks) -> None:
-    """By the rule of docs/rules.md, "Numbers of calls". One process normalises at each time step the sequences that
-    have not ended."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(ranks.device)
-    x, lengths = torch.randn(ranks.size, 4, 3).to(ranks.device), [2 + 3 * rank for rank in range(ranks.size)]
-    alone, whole = copy.deepcopy(model), x.clone().requires_grad_()
-    hidden = [*whole]
-    for step in range(max(lengths)):
-        active = [rank for rank in range(ranks.size) if step < lengths[rank]]
-        for rank, y in zip(active, alone(torch.cat([hidden[rank] for rank in active])).split(4), strict=True):
-            hidden[rank] = y.tanh()
-    torch.stack(hidden).cos().sum().backward()
-
-    linear, norm = syncbn.convert_syncbn_model(model)
-    leaf = x[ranks.rank].clone().requires_grad_()
-    own, loss = leaf, 0.0
-    for step in range(max(lengths)):
-        if step < lengths[ranks.rank]:
-            own = norm(linear(own)).tanh()
-        else:
-            loss = loss + norm(own[:0]).sum()
-    (loss + own.cos().sum()).backward()
-    close([own, leaf.grad, *norm.buffers()], [hidden[ranks.rank], whole.grad[ranks.rank], *alone[1].buffers()])
-    close(
-        [ranks.all_reduce_sum(weight.grad) for weight in model.parameters()],
-        [weight.grad for weight in alone.parameters()],
-    )
-
-
 # docs/running_statistics.md
 
 
@@ -245,7 +213,7 @@ def test_recomputed_running_statistics_are_those_of_the_data_of_all_ranks(ranks:
     def settings() -> list[object]:
         return [(type(part), part.training, getattr(part, "process_group", 0)) for part in model.modules()]
 
-    before, parameters = settings(), copy.deepcopy([*model.parameters()])
+    before = settings()
     loader, empty = [*loaders, []][ranks.rank], torch.empty(0, 3, 4, 5, device=ranks.device)
     names = {"recompute_running_stats": import_example("running_statistics").recompute_running_stats, "empty": empty}
     code = code_block("running_statistics.md", "recompute_running_stats(model, loader")
@@ -255,7 +223,6 @@ def test_recomputed_running_statistics_are_those_of_the_data_of_all_ranks(ranks:
         close((layer.running_mean.cpu(), layer.running_var.cpu()), (values.mean(0), values.var(0)))
         assert layer.num_batches_tracked == 1
     assert (settings(), second.momentum) == (before, None)
-    assert all(map(torch.equal, model.parameters(), parameters))
 
 
 def test_merged_running_statistics_are_those_of_all_batches(ranks: Ranks) -> None:
@@ -278,25 +245,20 @@ def test_merged_running_statistics_are_those_of_all_batches(ranks: Ranks) -> Non
 # docs/torch_features.md
 
 
-def test_a_gathered_fsdp2_checkpoint_loads_into_batchnorm_and_back_into_shards(ranks: Ranks) -> None:
-    built: list[nn.Module] = []
-
+def test_a_gathered_fsdp2_checkpoint_has_the_whole_tensors_of_each_key(ranks: Ranks) -> None:
     def build_model() -> nn.Sequential:
-        torch.manual_seed(len(built))  # The model that loads the checkpoint has other weights before.
+        torch.manual_seed(0)
         first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-        built.append(nn.Sequential(first, nn.Flatten(), nn.Linear(8 * 36, 10)).to(ranks.device))
-        return built[-1]
+        return nn.Sequential(first, nn.Flatten(), nn.Linear(8 * 36, 10)).to(ranks.device)
 
-    expected = build_model().state_dict()
-    built.clear()
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     names = run_block("torch_features.md", "fully_shard(model, mesh", build_model=build_model, mesh=mesh)
     model = names["model"]
     assert isinstance(model[0][1], syncbn.SyncBatchNorm2d)
     assert all(parameter.to_local().numel() < parameter.numel() for parameter in model.parameters())
     whole = names["get_model_state_dict"](model, options=names["StateDictOptions"](full_state_dict=True))
-    for state in [whole, built[-1].state_dict()][: 1 + (ranks.rank == 0)]:
-        torch.testing.assert_close(state, expected, rtol=0, atol=0)
+    if ranks.rank == 0:
+        torch.testing.assert_close(whole, build_model().state_dict(), rtol=0, atol=0)
     model(torch.randn(2, 3, 8, 8).to(ranks.device)).sum().backward()
     names["optimizer"].step()
 
