@@ -26,7 +26,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from launch import new_parser, positive, progress_bar, rank, resume, run_on_ranks, save, world_size
 from sklearn.datasets import load_digits
@@ -94,15 +93,6 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return right.double().mean().item()
 
 
-def random_states(device: torch.device) -> list[dict[str, Tensor | None]]:
-    """Return the states of torch's generators on every rank."""
-    gpu_state = torch.cuda.get_rng_state() if device.type == "cuda" else None
-    states = [{"CPU": torch.get_rng_state(), "GPU": gpu_state}] * world_size()
-    if dist.is_initialized():
-        dist.all_gather_object(states, states[0])
-    return states
-
-
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(arguments.seed)
     dtype, path = getattr(torch, arguments.dtype), arguments.checkpoint
@@ -126,11 +116,6 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             sys.exit(f"{path} has a batch of {state['batch']} images, too few for {world_size()} ranks")
         batch, epoch, remaining = state["batch"], state["epoch"], state["remaining"]
         generator.set_state(state["generator"])
-        if rank() < len(state["random"]):
-            random_state = state["random"][rank()]
-            torch.set_rng_state(random_state["CPU"])
-            if device.type == "cuda" and random_state["GPU"] is not None:
-                torch.cuda.set_rng_state(random_state["GPU"])
         for trainer in trainers:
             trainer.load_state_dict(state["trainers"][trainer.name])
 
@@ -151,7 +136,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
                     trainer.tests["accuracies"].append(accuracy(trainer.module, *test))
             if path is not None and (done % arguments.checkpoint_every == 0 or epoch == arguments.epochs):
                 state = {"settings": settings, "batch": batch, "epoch": epoch, "remaining": remaining}
-                state |= {"generator": generator.get_state(), "random": random_states(device)}
+                state["generator"] = generator.get_state()  # Nothing else is random: the model has no dropout.
                 state["trainers"] = {trainer.name: trainer.state_dict() for trainer in trainers}
                 if rank() == 0:
                     save(state, path)

@@ -17,7 +17,6 @@ from the file if it exists. Prints loss, top-1, top-5 and speed of each epoch, a
 
 import argparse
 import math
-import os
 import random
 import sys
 import time
@@ -123,15 +122,12 @@ class Images(Dataset[tuple[Tensor, int]]):
     None. The crops depend only on seed, epoch and index, so they are the same on any number of ranks and workers."""
 
     def __init__(self, folder: Path, image_size: int, seed: int = 0, smallest: float | None = None) -> None:
-        self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()) if folder.is_dir() else []
-        if not self.classes:
-            sys.exit(f"{folder} has no folders of classes; --data FOLDER needs train/CLASS/*.jpg and val/CLASS/*.jpg")
-        self.files: list[tuple[str, int]] = []
-        for label, name in enumerate(self.classes):
-            paths = sorted(entry.path for entry in os.scandir(folder / name) if entry.name.lower().endswith(SUFFIXES))
-            if not paths:
-                sys.exit(f"{folder / name} holds no image ({', '.join(SUFFIXES)}); put some there or remove the folder")
-            self.files += [(path, label) for path in paths]
+        paths = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES)
+        if not paths:
+            sys.exit(f"{folder} has no images; --data FOLDER needs train/CLASS/*.jpg and val/CLASS/*.jpg")
+        self.classes = sorted({path.parent.name for path in paths})
+        labels = {name: label for label, name in enumerate(self.classes)}
+        self.files = [(path, labels[path.parent.name]) for path in paths]
         self.image_size, self.seed, self.epoch, self.smallest = image_size, seed, 0, smallest
 
     def __len__(self) -> int:
@@ -141,8 +137,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         """Return an image (3, S, S) of uint8, and its label."""
         path, label = self.files[index]
         try:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
+            image = Image.open(path).convert("RGB")
         except (OSError, SyntaxError, ValueError) as error:
             raise RuntimeError(f"cannot read the image {path}; replace or remove it ({error})") from error
         generator = random.Random(f"{self.seed} {self.epoch} {index}")

@@ -1,13 +1,9 @@
-"""Shared by all jobs: options, the ranks that torchrun has started, checkpoints, progress on rank 0, results.
-
-Without rich the progress is printed as plain lines, and without matplotlib no pictures are drawn.
-"""
+"""Shared by all jobs: options, the ranks that torchrun has started, checkpoints, progress on rank 0, results."""
 
 import argparse
 import contextlib
 import gc
 import glob
-import importlib.util
 import inspect
 import itertools
 import json
@@ -23,11 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from plots import STYLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 START = time.monotonic()
-LINE_EVERY = 10  # seconds between lines, without a terminal or rich
+LINE_EVERY = 10  # seconds between lines, without a terminal
 
 
 class ManualFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -151,9 +150,7 @@ def progress_bar(done: int, total: int) -> Iterator[Callable[[str], None]]:
     """Yield the function to call after each step from `done` to `total`, with the text to show."""
     if rank() != 0:
         yield lambda text: None
-    elif sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+    elif sys.stdout.isatty():
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns) as progress:
             task = progress.add_task("training", completed=done, total=total)
@@ -172,12 +169,6 @@ def progress_bar(done: int, total: int) -> Iterator[Callable[[str], None]]:
 
 
 def print_table(title: str, headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Column, Table
-    except ImportError:
-        print(title, *("  ".join(cell.rjust(14) for cell in row) for row in (headings, *rows)), sep="\n")
-        return
     table = Table(headings[0], *(Column(heading, justify="right") for heading in headings[1:]), title=title)
     for row in rows:
         table.add_row(*row)
@@ -205,12 +196,9 @@ def write(
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / file).write_text(json.dumps(conditions | metrics, indent=1))
     for name, draw in pictures.items():
-        try:
-            from matplotlib import rc_context
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            print(f"no picture: {error}")
-            break
+        from matplotlib import rc_context  # Not every job draws, and a machine for benchmarks may lack matplotlib.
+        from matplotlib.figure import Figure
+
         with rc_context(STYLE):
             draw(figure := Figure(layout="constrained"))
             figure.savefig(arguments.output / f"{name}.png", dpi=120)

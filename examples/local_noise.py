@@ -88,21 +88,17 @@ def measure(model: nn.Module, batches: Iterable[Tensor], num_slices: int = 1) ->
 
 
 def print_noise(title: str, noise: list[LayerNoise]) -> None:
-    headings = "layer", "values", "mean off", "variance off", "outputs off", "gains"
     rows = []
     for row in noise:
         values, deviations = "{:.10g} of {:.10g}".format(*row[1:3]), (f"{deviation:.3f}" for deviation in row[3:])
-        rows.append((row.layer, values, *deviations, "yes" if gains(row) else "no"))
-    print_table(title, headings, rows)
-
-
-def gains(row: LayerNoise) -> bool:
-    return row.output_deviation > THRESHOLD
+        rows.append((row.layer, values, *deviations, "yes" if row.output_deviation > THRESHOLD else "no"))
+    print_table(title, ("layer", "values", "mean off", "variance off", "outputs off", "gains"), rows)
 
 
 def format_noise(noise: list[LayerNoise]) -> tuple[str, str]:
     """Format the number of layers that gain, and the largest deviation of outputs."""
-    return f"{sum(map(gains, noise))} of {len(noise)}", f"{max(row.output_deviation for row in noise):.2f}"
+    deviations = [row.output_deviation for row in noise]
+    return f"{sum(deviation > THRESHOLD for deviation in deviations)} of {len(noise)}", f"{max(deviations):.2f}"
 
 
 def main() -> None:

@@ -1,16 +1,10 @@
 """Shared by all plots: the color and the marker of each way of training, error bars over seeds, direct labels.
 
-The colors are Okabe & Ito's (https://jfly.uni-koeln.de/color/), which color-blind readers can distinguish. This module
-does not import matplotlib: `launch.write` makes the figures, and draws none if matplotlib is missing.
+The colors are Okabe & Ito's (https://jfly.uni-koeln.de/color/), which color-blind readers can distinguish.
 """
 
-from __future__ import annotations
-
 import statistics
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from typing import Any
 
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
     "#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7"
@@ -41,7 +35,7 @@ def mean_and_spread(values: list[float]) -> tuple[float, float]:
     return statistics.mean(values), statistics.stdev(values) if values[1:] else 0.0
 
 
-def draw_over_seeds(figure: Figure, errors: dict[str, dict[str, list[float]]], axis: str, joined: bool) -> None:
+def draw_over_seeds(figure: Any, errors: dict[str, dict[str, list[float]]], axis: str, joined: bool) -> None:
     """Draw the mean of each way at each setting with a bar of one standard deviation, and a dot for each seed. Join the
     means with a line if the settings are numbers. `errors` is way -> setting -> test error of each seed."""
     figure.set_size_inches(6.4, 4.2)

@@ -2,7 +2,6 @@
 
     python scripts/break_places.py                  half an hour or more
     python scripts/break_places.py --seed 41        other lines
-    python scripts/break_places.py --places 3,7     some of the mutations
 
 A seed draws the same mutations until the package changes, so run it before and after a change of the tests. A mutation
 that changes no result is not caught either: judge each one. (cosmic-ray and mutmut mutate no C++, draw no sample, and
@@ -22,17 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from build_kernels import LIBRARY, build
-from run_tests import STARTS_PROGRAMS, TORCHRUN, test_file
+from run_tests import INTERPRETED, STARTS_PROGRAMS, TORCHRUN, test_file
 
 ROOT = Path(__file__).resolve().parent.parent
-EACH = 10  # mutations per area
-AREAS = {"kernels": "kernels", "ranks": "ranks", "convert": "conversion", "unconverted": "conversion"}  # or "step"
-TOOLS = "__init__", "__main__", "testing"  # top-level files that are not mutated
-NEAREST = {  # area -> its tests
-    "step": "step kernel_cache layer backward errors",
-    "kernels": "kernels triton select",
-    "conversion": "convert unconverted",
-}
+NUM_MUTATIONS = 40
 PAIRS = ("== !=", "< <=", "> >=", "+ -", "* /", "and or", "&& ||", "+= -=")
 SWAPS = {a: b for pair in PAIRS for a, b in (pair.split(), reversed(pair.split()))}
 SWAPS |= {"//": "*", "is not": "is", "not in": "in", "is": "is not", "True": "False", "False": "True"}
@@ -49,14 +41,13 @@ STARTED = re.compile(r"^tests/\S+::.*?(?= (?:[A-Z]{5,}|Fatal) | *$)", re.MULTILI
 
 
 class Mutation(NamedTuple):
-    area: str
     file: str
     line: int
     old: str  # text of the line
     new: str
 
 
-def mutations(area: str, path: Path) -> Iterator[Mutation]:
+def mutations(path: Path) -> Iterator[Mutation]:
     """Yield every mutation of the functions in a file of Python or C++. Lines with a string are left out."""
     rules, comment = (RULES, r"\s+# ") if path.suffix == ".py" else (RULES[:1], r"\s*// ")
     in_docstring = False
@@ -68,19 +59,13 @@ def mutations(area: str, path: Path) -> Iterator[Mutation]:
                 for match in re.finditer(pattern, code):
                     start, end = match.span(1)
                     if (new := old[:start] + replace(old[start:end]) + old[end:]) != old:
-                        yield Mutation(area, path.relative_to(ROOT).as_posix(), number, old, new)
+                        yield Mutation(path.relative_to(ROOT).as_posix(), number, old, new)
 
 
 def draw(seed: int) -> list[Mutation]:
-    """Return EACH random mutations of each area of the package."""
-    areas: dict[str, list[Mutation]] = {}
-    for path in sorted((ROOT / "syncbn").rglob("*")):
-        name = path.relative_to(ROOT / "syncbn").parts[0].removesuffix(".py")
-        if path.suffix in (".py", ".cpp", ".h") and name not in TOOLS:
-            area = AREAS.get(name, "step")
-            areas.setdefault(area, []).extend(mutations(area, path))
-    generator = random.Random(seed)
-    return [mutation for area in sorted(areas) for mutation in generator.sample(areas[area], EACH)]
+    """Return random mutations of the package."""
+    files = sorted(path for path in (ROOT / "syncbn").rglob("*") if path.suffix in (".py", ".cpp", ".h"))
+    return random.Random(seed).sample([mutation for path in files for mutation in mutations(path)], NUM_MUTATIONS)
 
 
 def failing_test(tests: list[str], tree: Path) -> str:
@@ -98,7 +83,7 @@ def failing_test(tests: list[str], tree: Path) -> str:
 
 
 def caught_by(mutation: Mutation, copy: Path) -> str:
-    """Apply the mutation to a copy of the tree and return what notices it; the nearest tests run first."""
+    """Apply the mutation to a copy of the tree and return what notices it. The file's own tests run first."""
     path = copy / mutation.file
     lines = path.read_text().splitlines()
     lines[mutation.line - 1] = mutation.new
@@ -109,11 +94,10 @@ def caught_by(mutation: Mutation, copy: Path) -> str:
         except subprocess.CalledProcessError:
             return "the compiler"
     programs = {*map(test_file, " ".join(STARTS_PROGRAMS.values()).split())}
-    nearest = [*map(test_file, NEAREST.get(mutation.area, "").split())]
-    others = {path.relative_to(copy).as_posix() for path in copy.glob("tests/test_*.py")} - programs - {*nearest}
-    if "gpu" in path.name:
-        nearest += ["-m", "triton"]
-    for tests in nearest, ["tests/distributed"], sorted(others):
+    files = {path.relative_to(copy).as_posix() for path in copy.glob("tests/test_*.py")} - programs
+    first = files & {*map(test_file, (path.stem, path.parent.name))}
+    interpreted = [*map(test_file, INTERPRETED), "-m", "triton"] if "gpu" in path.name else []
+    for tests in interpreted, sorted(first), ["tests/distributed"], sorted(files - first):
         if tests and (test := failing_test(tests, copy)):
             if test.startswith("tests/") and failing_test([test], ROOT):
                 sys.exit(f"{test} fails without the mutation, too")
@@ -124,11 +108,7 @@ def caught_by(mutation: Mutation, copy: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=40, help="(default %(default)s)")
-    parser.add_argument("--places", help="numbers of mutations, separated by commas")
-    arguments = parser.parse_args()
-    for number, mutation in enumerate(draw(arguments.seed), 1):
-        if arguments.places and str(number) not in arguments.places.split(","):
-            continue
+    for number, mutation in enumerate(draw(parser.parse_args().seed), 1):
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder, "copy")
             shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "runs"))

@@ -26,13 +26,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-SECONDS = 530.0  # limit of all parts together
+from run_tests import TORCHRUN
+
 DRY_RUN_FACTOR = 40  # longer limits for an interpreter on busy cores
 TAIL = 100_000  # characters kept of a log
 SCRIPTS = Path(__file__).resolve().parent
-DTYPES = "torch.float32", "torch.bfloat16", "torch.float16", "torch.float64", "not torch"
 ONE_GPU = {"TESTS_BACKEND": "nccl", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "VERSION"}
 # Fault of rank 1 in tests/faulty_job.py -> patterns that the output of rank 0 and of rank 1 must match.
 LAYERS = r"rank 0: in body\.bn2 forward, call 3.*\n.*rank 1: in body\.bn3 forward, call 3"
@@ -101,8 +101,7 @@ class Part:
         needs("pytest", "pytest_timeout")
         command = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
         if ranks > 1:
-            torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} --local-ranks-filter 0"
-            command = [*torchrun.split(), *command, "-p", "voting"]
+            command = ["-m", *TORCHRUN.split(), str(ranks), *command, "-p", "voting"]
         return self.python(*command, prefix=prefix, **environment)
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
@@ -147,7 +146,8 @@ def correctness(part: Part) -> None:
     """Test the kernels against the reference, in one process per dtype because they compile; and sizes, launches,
     graphs and streams that only a GPU has."""
     needs("triton")
-    for name in ["test_forward_and_backward and torch.float32"] if part.dry_run else DTYPES:
+    dtypes = "torch.float32", "torch.bfloat16", "torch.float16", "torch.float64", "not torch"
+    for name in ["test_forward_and_backward and torch.float32"] if part.dry_run else dtypes:
         part.pytest("tests/test_kernels.py", "tests/test_triton.py", "-m", "triton", "-k", name)
     part.pytest("tests/test_gpu.py")
     part.wait()
@@ -205,25 +205,21 @@ def ranks(part: Part) -> None:
     part.wait()
 
 
-def benchmark(part: Part, script: str, *arguments: object) -> None:
+def benchmark(command: str, part: Part, dry_run_options: str = "--dry-run") -> None:
     """Run a benchmark, print its tables and keep the times that it writes."""
     needs("rich", "PIL")
-    job = part.python(SCRIPTS / script, *arguments, "--output", part.folder)
+    script, *options = [*command.split(), *dry_run_options.split() * part.dry_run]
+    job = part.python(SCRIPTS / script, *options, "--output", part.folder)
     part.wait()
     print(job.text(), end="")
     part.results += [json.loads(file.read_text()) for file in part.folder.glob("*.json")]
 
 
-def host_times(which: str, part: Part) -> None:
-    """Time the layers or the steps of gpu_times.py."""
-    benchmark(part, "gpu_times.py", which, *["--dry-run"] * part.dry_run)
-
-
 def passes(part: Part) -> None:
     """Time forward and backward on the GPU, compared with torch's layers and with the limit that memory sets."""
-    shapes = ["2x8x3x3"] if part.dry_run else ["32x64x112x112", "32x256x56x56", "32x512x14x14", "32x2048x7x7"]
-    options = "--dtypes", "bfloat16", "float32", "--rounds", 2 if part.dry_run else 15
-    benchmark(part, "bench.py", "layers", "--shapes", *shapes, *options)
+    shapes = "32x64x112x112 32x256x56x56 32x512x14x14 32x2048x7x7"
+    command = f"bench.py layers --dtypes bfloat16 float32 --rounds 15 --shapes {shapes}"
+    benchmark(command, part, dry_run_options="--rounds 2 --shapes 2x8x3x3")
 
 
 def sanitizer(part: Part) -> None:
@@ -243,16 +239,17 @@ PARTS: dict[str, tuple[Callable[[Part], None], float]] = {  # name -> function, 
     "machine": (machine, 40),
     "correctness": (correctness, 110),
     "faults": (faults, 120),
-    "layers": (functools.partial(host_times, "layers"), 50),
-    "steps": (functools.partial(host_times, "steps"), 100),
+    "layers": (functools.partial(benchmark, "gpu_times.py layers"), 50),
+    "steps": (functools.partial(benchmark, "gpu_times.py steps"), 100),
     "passes": (passes, 90),
     "ranks": (ranks, 140),
     "sanitizer": (sanitizer, 60),
 }
 
 
-def run_part(name: str, seconds: float, dry_run: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the outcome of a part and the logs of its programs, which have all ended."""
+def run_part(name: str, seconds: float, dry_run: bool, all_logs: TextIO) -> dict[str, Any]:
+    """Run a part until all its programs have ended, print its verdict, and return the verdict with the results."""
+    print(f"== {name}", flush=True)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         part = Part(Path(folder), seconds, dry_run)
@@ -268,17 +265,22 @@ def run_part(name: str, seconds: float, dry_run: bool) -> tuple[dict[str, Any], 
         finally:
             for process in part.processes:
                 process.stop()
-        outcome = {"verdict": verdict, "seconds": round(time.monotonic() - start, 1), "results": part.results}
-        return outcome, [process.text() for process in part.processes]
+        for process in part.processes:
+            print(f"==== {name}\n{process.text()}", file=all_logs, flush=True)
+            if verdict.startswith(("failed", "took")):
+                print(process.text()[-1500:])
+    outcome = {"verdict": verdict, "seconds": round(time.monotonic() - start, 1), "results": part.results}
+    print(f"{verdict} ({outcome['seconds']} s)", flush=True)
+    return outcome
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    output = os.environ.get("OUT", "runs/gpu")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on CPUs")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of all parts (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=output, help="folder (default: $OUT, else runs/gpu)")
+    parser.add_argument("--seconds", type=float, default=530, help="limit of all parts (default: %(default)s)")
+    default = os.environ.get("OUT", "runs/gpu")
+    parser.add_argument("--output", type=Path, default=default, help="folder (default: $OUT, else runs/gpu)")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # The exit kills the programs of the part.
     factor = DRY_RUN_FACTOR if arguments.dry_run else 1
@@ -291,15 +293,8 @@ def main() -> None:
     outcomes: dict[str, dict[str, Any]] = {}
     with (output / "gpu.log").open("w") as all_logs:
         for name in arguments.parts:
-            print(f"== {name}", flush=True)
             seconds = min(PARTS[name][1] * factor, deadline - time.monotonic())
-            outcome, logs = run_part(name, seconds, arguments.dry_run)
-            outcomes[name] = outcome
-            for log in logs:
-                print(f"==== {name}\n{log}", file=all_logs, flush=True)
-                if outcome["verdict"].startswith(("failed", "took")):
-                    print("\n".join(log.splitlines()[-12:])[-1500:])
-            print(f"{outcome['verdict']} ({outcome['seconds']} s)", flush=True)
+            outcomes[name] = run_part(name, seconds, arguments.dry_run, all_logs)
             (output / "gpu.json").write_text(json.dumps({"dry run": arguments.dry_run, "parts": outcomes}, indent=1))
     for name, outcome in outcomes.items():
         print(f"{name:12} {outcome['seconds']:6.1f} s  {outcome['verdict'][:400]}")

@@ -4,18 +4,15 @@
     python scripts/gpu_static.py --capability 86 --shapes 32x512x14x14
 
 Calls the kernels of syncbn/kernels/gpu.py on meta tensors, with a Triton driver that compiles for the chosen GPU and
-launches nothing. One launch of each function covers the whole tensor. The columns count, per thread, in the innermost
-loop of its machine code that loads (in the whole code if no loop loads):
-
-    "ins" instructions, "f64" float64 instructions and conversions, "bytes" loaded and stored, "load" the widest load
-
-"programs" is the number of programs that fit on a multiprocessor. Measured times are in docs/gpu.md.
+launches nothing. One launch of each function covers the whole tensor. `Code` describes the columns of the tables. Last
+is the number of programs that fit on a multiprocessor. Measured times are in docs/gpu.md.
 """
 
 import argparse
 import contextlib
 import functools
 import importlib
+import itertools
 import math
 import re
 import subprocess
@@ -30,30 +27,22 @@ from unittest import mock
 import torch
 import triton
 from benchmarks.kernels import FUNCTIONS, kernel_calls
-from benchmarks.measuring import Case, cases
+from benchmarks.measuring import Case, cases, show
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
 import syncbn.kernels
 
 SHAPES = ["32x64x112x112", "32x256x56x56", "32x512x14x14", "32x2048x7x7", "8x64x512x512"]
-DTYPES = ["float32", "bfloat16"]
 
 
-class Machine(NamedTuple):
-    """A GPU, with the limits of a multiprocessor from CUDA's programming guide."""
-
-    multiprocessors: int
-    shared: int  # bytes
-    warps: int
-    programs: int
-
-
-MACHINES = {  # compute capability -> GPU
-    80: Machine(108, 164 << 10, 64, 32),  # A100
-    86: Machine(82, 100 << 10, 48, 16),  # RTX 3090
-    90: Machine(132, 227 << 10, 64, 32),  # H100
-    120: Machine(170, 100 << 10, 48, 24),  # RTX 5090
+# Compute capability -> multiprocessors, and a multiprocessor's limits from CUDA's programming guide: bytes of shared
+# memory, warps, programs.
+MACHINES = {
+    80: (108, 164 << 10, 64, 32),  # A100
+    86: (82, 100 << 10, 48, 16),  # RTX 3090
+    90: (132, 227 << 10, 64, 32),  # H100
+    120: (170, 100 << 10, 48, 24),  # RTX 5090
 }
 
 
@@ -101,7 +90,7 @@ def _recorder(capability: int) -> tuple[ModuleType, list[Launch], SimpleNamespac
             vars(syncbn.kernels).pop(name.rpartition(".")[2], None)
         kernels = importlib.import_module("syncbn.kernels.gpu")
     if capability in MACHINES:
-        kernels.MULTIPROCESSORS = MACHINES[capability].multiprocessors
+        kernels.MULTIPROCESSORS, *_ = MACHINES[capability]
     return kernels, launches, stand_in_driver(capability, launch)
 
 
@@ -117,14 +106,8 @@ def recorded(capability: int) -> Iterator[tuple[ModuleType, list[Launch]]]:
         triton.runtime.driver.set_active(None)
 
 
-def over_whole_tensor(launches: list[Launch]) -> Launch:
-    """Return the launch of a function that covers the whole tensor."""
-    (launch,) = [launch for launch in launches if "TILES" in launch.arguments]
-    return launch
-
-
 class Code(NamedTuple):
-    """Counts per thread in the innermost loop that loads, and the resources of the kernel."""
+    """Counts per thread in the innermost loop that loads, or in the whole code if no loop loads; and resources."""
 
     registers: int
     spills: int  # loads and stores of spilled registers
@@ -173,12 +156,12 @@ def _bytes(instruction: str, opcode: str) -> int:
     return 0 if suffixes is None else next((WIDTHS[s] for s in suffixes[1].split(".") if s in WIDTHS), 4)
 
 
-def programs_at_once(launch: Launch, code: Code, machine: Machine) -> int:
+def programs_at_once(capability: int, launch: Launch, code: Code) -> int:
     """Return the number of programs that fit on a multiprocessor."""
+    _, most_shared, most_warps, most_programs = MACHINES[capability]
     warps = launch.metadata.num_warps
     register_limit = 65536 // (math.ceil(code.registers / 8) * 8 * 32 * warps)
-    shared_limit = machine.shared // (code.shared + 1024)
-    return min(register_limit, shared_limit, machine.warps // warps, machine.programs)
+    return min(register_limit, most_shared // (code.shared + 1024), most_warps // warps, most_programs)
 
 
 def table(capability: int, shapes: list[str], dtypes: list[str]) -> Iterator[tuple[Case, str, Code, int]]:
@@ -187,9 +170,9 @@ def table(capability: int, shapes: list[str], dtypes: list[str]) -> Iterator[tup
         for function in FUNCTIONS:
             with recorded(capability) as (kernels, launches):
                 kernel_calls(case, torch.device("meta"), kernels)[function][0]()
-            launch = over_whole_tensor(launches)
+            (launch,) = [launch for launch in launches if "TILES" in launch.arguments]  # covers the whole tensor
             code = read(launch)
-            yield case, function, code, programs_at_once(launch, code, MACHINES[capability])
+            yield case, function, code, programs_at_once(capability, launch, code)
 
 
 def main() -> None:
@@ -197,13 +180,10 @@ def main() -> None:
     parser.add_argument("--capability", type=int, default=90, choices=MACHINES)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     arguments = parser.parse_args()
-    columns = "regs", "spill", "shared", "programs", "load", "ins", "f64", "bytes"
-    print(f"sm_{arguments.capability}, Triton {triton.__version__}\n{'':52}", *columns)
-    for case, function, code, programs in table(arguments.capability, arguments.shapes, DTYPES):
-        values = code.registers, code.spills, code.shared, programs, code.widest_load, code.instructions
-        values += code.float64 + code.conversions, code.bytes
-        cells = (f"{value:{len(column)}}" for column, value in zip(columns, values, strict=True))
-        print(f"{function:16} {case.name:35}", *cells, flush=True)
+    print(f"sm_{arguments.capability}, Triton {triton.__version__}")
+    lines = table(arguments.capability, arguments.shapes, ["float32", "bfloat16"])
+    for case, functions in itertools.groupby(lines, key=lambda line: line[0]):
+        show(case.name, {function: code._asdict() | {"programs": number} for _, function, code, number in functions})
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ import syncbn
 sys.path.append(str(Path(__file__).parents[1]))
 from digits import build_model, load_images
 from launch import new_parser, own, parallel, positive, print_table, progress_bar, rank, run_on_ranks, world_size, write
-from local_noise import format_noise, measure, print_noise
+from local_noise import format_noise, measure
 from plots import draw_over_seeds, mean_and_spread
 from running_statistics import merge_running_stats, recompute_running_stats
 
@@ -146,8 +146,6 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             advance(f"seed {seed}, {setting}, {way}")
     if rank() == 0:
         axis = AXES[arguments.study]
-        noisiest = max(noise, key=lambda setting: max(row.output_deviation for row in noise[setting]))
-        print_noise(f"{axis}: {noisiest}", noise[noisiest])
         rows = [(setting, *format_noise(layers)) for setting, layers in noise.items()]
         print_table("Noise of local batch norm", (axis, "layers that gain", "outputs off by up to"), rows)
         rows = [(w, *("{:.1f} ± {:.1f}".format(*mean_and_spread(e)) for e in errors[w].values())) for w in errors]

@@ -64,10 +64,9 @@ def test_run_tests_fails_if_a_test_fails(tmp_path: Path) -> None:
 
 
 def test_mutations_change_one_line_and_python_still_compiles() -> None:
-    """A seed draws the same mutations each time, ten of each area."""
+    """A seed draws the same mutations each time."""
     mutations = draw(40)
     assert mutations == draw(40) != draw(41)
-    assert len({mutation.area for mutation in mutations}) == 4 == len(mutations) / 10
     for mutation in mutations:
         lines = (ROOT / mutation.file).read_text().splitlines()
         assert lines[mutation.line - 1] == mutation.old != mutation.new
