@@ -4,7 +4,7 @@
 
 It trains and validates on all ranks, writes a checkpoint after each epoch, and resumes from it when it is started
 again. At the end rank 0 alone evaluates the model. The data are random images, so the script runs unchanged: replace
-`load_data` and `build_model` by your own.
+`load_data` and `build_model` with your own.
 """
 
 import argparse
@@ -43,7 +43,9 @@ def build_model():
 def parallel(model):
     """DistributedDataParallel without its broadcast of buffers, as all ranks compute equal buffers."""
     names = inspect.signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # before torch 2.13
+    name = (
+        "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    )  # its name before torch 2.13
     return DistributedDataParallel(model, **{name: False})
 
 
@@ -58,7 +60,7 @@ def train_epoch(ddp, optimizer, loader, device):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """Return the numbers of right answers and of images of this rank's loader. Sends nothing: any rank may call it."""
+    """Return (right, total), the numbers of images of this rank's loader. Sends nothing: any rank may call it."""
     model.eval()
     counts = torch.zeros(2, dtype=torch.long, device=device)
     for images, labels in loader:
@@ -76,7 +78,7 @@ def save(path, **state):
 
 
 def load(path):
-    """Return the state that `save` wrote, or None without a file. Rank 0 reads it and sends it to all ranks."""
+    """Return the state that `save` wrote, or None if there is no file. Rank 0 reads it and sends it to all ranks."""
     state = [None]
     if dist.get_rank() == 0 and path.exists():
         state = [torch.load(path, map_location="cpu", weights_only=True)]

@@ -1,14 +1,14 @@
 """Run the tests in parallel parts, and print the progress every 10 s (in a log every 30 s).
 
     scripts/test.sh                     makes .venv first
-    scripts/test.sh --quick             2 ranks; no test that is slow, and no file that starts programs or compiles
-    scripts/test.sh --nightly           the tests of the scripts, the guides and the tests themselves
+    scripts/test.sh --quick             one process and 2 ranks, without tests that are slow, compile or start programs
+    scripts/test.sh --nightly           instead the tests of scripts/ and of the voting plugin, and all tests on 4 ranks
     scripts/test.sh -k mask             other arguments go to pytest
 
 The parts on 2, 3 (with the reference kernels) and 4 ranks start last, because they use all cores. On 3 ranks run the
-files in which something depends on the number of ranks, on 4 ranks the files in which ranks form groups, and with
---nightly all files. The output of each part goes to runs/tests. At the end, print the logs of the failed parts and
-pytest's summary of every part. (pytest-xdist cannot start ranks, and make shows no progress.)
+files in which something depends on the number of ranks; on 4 ranks, unless --nightly, only files in which ranks form
+groups or draw the number of ranks. The output of each part goes to runs/tests. At the end, print the logs of the failed
+parts and pytest's summary of every part. (pytest-xdist cannot start ranks, and make shows no progress.)
 """
 
 import os
@@ -31,7 +31,7 @@ STARTS_PROGRAMS = {  # part -> its files, tests/test_NAME.py; the longest part c
 }
 COMPILES = "gpu_static", "inductor"
 INTERPRETED = "kernels", "triton"  # with Triton's interpreter
-# Of tests/distributed: files in which nothing depends on W, and files in which ranks form groups.
+# Of tests/distributed: files in which nothing depends on the number of ranks; files that also run on 4 ranks.
 TWO_RANKS = "conversion", "guides"
 FOUR_RANKS = "ddp", "equality", "fsdp", "fuzz", "groups", "pipeline_schedules"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"
@@ -150,7 +150,7 @@ def run(parts: list[Part]) -> bool:
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # The exit ends the parts.
     os.chdir(Path(__file__).parent.parent)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # Some 200 processes would compile the same files.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # With it, some 200 processes would each compile the same files.
     which = sys.argv.pop(1) if sys.argv[1:2] in (["--quick"], ["--nightly"]) else ""
     try:
         sys.exit(not run(make_parts(which, sys.argv[1:])))

@@ -65,8 +65,8 @@ def num_steps(folder: Path) -> int:
 
 
 def test_killed_at_random_moments(start: Callable[..., Started], tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """Weights, buffers, curves and random states of two ranks equal those of an uninterrupted run bit for bit. The
-    first kill comes after a step, the second while the ranks restart, and so on."""
+    """Weights, buffers, curves and the order of the batches of two ranks equal those of an uninterrupted run, bit for
+    bit. The first kill comes after a step, the second while the ranks restart, and so on."""
     num_kills, chance = pytestconfig.getoption("--kills"), random.Random(0)
     steps = 8 * num_kills  # an epoch
     calm, folder = tmp_path / "calm", tmp_path / "killed"

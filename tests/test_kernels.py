@@ -1,6 +1,7 @@
 """Tests that every back end computes the formulas of step.py, compared with float64 for all dtypes and awkward sizes.
 
-Kernels get sums of several ranks, and have no ranks themselves. test_triton.py tests what only Triton's kernels do.
+Kernels only see tensors: a test passes them the sums of all ranks, without a process group. test_triton.py tests what
+only Triton's kernels do.
 """
 
 import itertools
@@ -21,20 +22,21 @@ from syncbn.kernels import cpu, reference
 from syncbn.kernels.interface import BackEnd
 from syncbn.statistics import from_sums, unpack, update_buffers
 
-# C++ combines short rows into long ones of at least 64 values. Triton's tiles have 2,048
-# values of one channel, or 32 or 64 adjacent channels. A part is what one partial sum adds.
+# C++ loops over runs (the adjacent values of a channel) of 32 values or more, otherwise over rows; it joins up to 16
+# rows of fewer than 64 values into a long row. Triton loops over tiles of 2,048 values of one channel, or of a span of
+# 32 or 64 adjacent channels. A part is the share of the tensor that one partial sum adds.
 SIZES = [
-    (5, 2, 49),  # C++: a run just longer than the shortest. Triton: rows of one value.
+    (5, 2, 49),  # C++: a run that is not a whole number of vectors. Triton: rows of one value.
     (70, 2, 37), (40, 1, 60),  # Triton: rows of one value, and of four values; two parts
     (9, 3, 31),  # C++: rows with 31 columns of each of three channels
     (140, 17, 1),  # C++: short rows, and a long row that is not full. Triton: two parts, a span that is not full.
     (9, 70, 1),  # C++: long rows that are not whole vectors. Triton: three spans of 32 channels.
     (9, 100, 1),  # Triton: two spans of 64 channels
-    (7, 3, 1), (1, 1, 1),  # C++: fewer rows than a long row has
+    (7, 3, 1), (1, 1, 1),  # C++: fewer rows than a long row joins
     (0, 3, 4), (3, 2, 0), (3, 0, 2), (4, 0, 40),  # empty ranks
 ]  # fmt: skip
 CPU_SIZES = [
-    (4, 3, 63), (2, 5, 1000), (9, 256, 1),  # 63 is not a multiple of any vector.
+    (4, 3, 63), (2, 5, 1000), (9, 256, 1),  # 63 is not a multiple of any vector length.
     (600, 3, 40), (100, 350, 3),  # two parts of runs, and of rows; (100, 350, 3) and the next have several blocks
     (9, 2100, 1), (3, 150, 31), (2, 2100, 32),
     (2, 9000, 1), (2, 9000, 0),  # need scratch memory
@@ -43,7 +45,7 @@ OPTIONS = ["no options", "residual", "relu", "relu, residual", "relu, residual, 
 
 
 def pairs(back_end: str, all_sizes: list[Sizes]) -> list[Any]:
-    """Return each pair of sizes and a dtype, with options such that each pair of a dtype and options occurs."""
+    """Return a case for every size and dtype. The options rotate, so that each dtype meets each option."""
     marks = [pytest.mark.triton] if back_end == "triton" else []
     return [
         pytest.param(back_end, sizes, dtype, OPTIONS[(i + j) % len(OPTIONS)], marks=marks)
@@ -97,7 +99,7 @@ def test_forward_and_backward_compute_the_formulas(
 # Relus
 
 
-def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: BackEnd) -> None:
+def test_relu_passes_nan_outputs_with_their_gradients_and_stops_nan_gradients_elsewhere(kernels: BackEnd) -> None:
     """Like torch's relu: a NaN in dy does not pass where the output is 0, and dy passes where the output is NaN."""
     nan, statistics = float("nan"), torch.tensor([0.0] + [1.0] * 6, dtype=torch.float64)
     dy, y = torch.tensor([nan, 2.0, 3.0]).view(1, 1, 3), torch.tensor([0.0, nan, 1.0]).view(1, 1, 3)
@@ -130,7 +132,7 @@ def test_relu_masks_from_x_and_from_y_are_equal(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_value_is_read_and_rounded_like_in_torch(kernels: BackEnd, dtype: torch.dtype) -> None:
-    """Infinities and subnormal values included. The factors round, underflow and overflow."""
+    """Also infinities and subnormal values. The products must be rounded, underflow and overflow."""
     if dtype == torch.bfloat16 and calls.is_interpreted(kernels):
         pytest.skip("the interpreter does not round")
     values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).expand(1, 4, -1).contiguous()
@@ -155,7 +157,7 @@ def test_sums_of_16_bit_squares_are_exact(kernels: BackEnd, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("case", HARD_INPUTS)
-def test_float32_errors_are_a_few_roundings_of_the_largest_result(kernels: BackEnd, case: str) -> None:
+def test_float32_errors_are_below_1e_6_of_the_largest_result(kernels: BackEnd, case: str) -> None:
     """HARD_INPUTS are those for which formulas of batch norm lose digits."""
     x, dy, weight, bias = given = hard_case(case, torch.float32)
     expected = full_batch(*given)
@@ -168,10 +170,10 @@ def test_float32_errors_are_a_few_roundings_of_the_largest_result(kernels: BackE
 @pytest.mark.parametrize("kernels", ["cpu", TRITON], indirect=True)
 @pytest.mark.parametrize("sizes", [(2**16 + 1, 2, 2**14), (2**28 + 1, 8, 1)], ids=str)
 def test_more_than_2_31_values(kernels: BackEnd, pytestconfig: pytest.Config, sizes: Sizes) -> None:
-    """The last values count, and get their results."""
+    """The last values, whose offsets exceed int32, are in the sums, and their outputs are right."""
     if not pytestconfig.getoption("--large"):
         pytest.skip("takes 13 GB; --large")
-    torch.use_deterministic_algorithms(False)  # leave the memory as it is
+    torch.use_deterministic_algorithms(False)  # Otherwise torch would fill 13 GB with NaN first.
     x = torch.zeros(sizes, dtype=torch.float16)
     x[-1, -1, -1] = 3
     expected = torch.zeros(2 * sizes[1] + 1, dtype=torch.float64)
@@ -191,8 +193,8 @@ def test_more_than_2_31_values(kernels: BackEnd, pytestconfig: pytest.Config, si
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(3, 2, 67), (35, 13, 1)], ids=str)
 def test_tensors_may_begin_at_any_address(kernels: BackEnd, dtype: torch.dtype, sizes: Sizes) -> None:
-    """Tensors that are mapped from a file may begin one byte after a multiple of the element size. (Only
-    scripts/sanitize.sh notices accesses that the processor allows and C++ does not.)"""
+    """Tensors that are mapped from a file may begin one byte after a multiple of the element size. (Unaligned loads are
+    undefined in C++, although the processor executes them; scripts/sanitize.sh finds those.)"""
 
     def shifted(x: Tensor) -> Tensor:
         buffer = bytearray(1 + x.numel() * x.itemsize)
@@ -242,15 +244,16 @@ def test_outputs_that_bypass_the_caches_have_the_same_bits(kernels: BackEnd, siz
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_other_instruction_sets_pass_the_tests_of_this_file(capability: str) -> None:
-    """A processor with better instructions would leave these sets out."""
+def test_kernels_for_older_instruction_sets_pass_this_file(capability: str) -> None:
+    """Otherwise a newer processor would never run these kernels."""
     run(sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "cpu", ATEN_CPU_CAPABILITY=capability)
 
 
 @pytest.mark.parametrize("shape", [(40, 8, 64, 64), (1, 8, 512, 320), (163840, 8)])  # chunks of samples, columns, rows
-@pytest.mark.parametrize(("with_grad", "times"), [(False, 1), (True, 2)])  # 1: the outputs
-def test_the_reference_needs_memory_for_a_chunk_only(shape: tuple[int, ...], with_grad: bool, times: int) -> None:
-    """Operations that are differentiated make float64 copies of the whole tensor."""
+@pytest.mark.parametrize(("with_grad", "times"), [(False, 1), (True, 2)])  # the output, or a float64 copy of x
+def test_only_the_differentiated_reference_copies_whole_tensors_to_float64(
+    shape: tuple[int, ...], with_grad: bool, times: int
+) -> None:
     x, profile = torch.zeros(shape), torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with profile, torch.set_grad_enabled(with_grad):
         calls.forward_backward(reference, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
@@ -261,7 +264,7 @@ def test_the_reference_needs_memory_for_a_chunk_only(shape: tuple[int, ...], wit
 
 
 def test_no_values_give_no_nan_and_the_clamp_of_the_variance_keeps_nan(kernels: BackEnd) -> None:
-    """A sum S^2 > n * Q is a rounding error."""
+    """sum(x)^2 > n * sum(x^2) is only possible by rounding. The variance is then 0."""
 
     def statistics(sums: list[float]) -> Tensor:
         return calls.forward(kernels, torch.empty(0, len(sums) // 2, 1), torch.tensor(sums, dtype=torch.float64))[2]
@@ -287,7 +290,7 @@ def update(kernels: BackEnd, sums: Tensor, mean: Tensor, var: Tensor, *counters:
 @pytest.mark.parametrize("kernels", ["cpu", TRITON], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
-def test_running_statistics_have_the_bits_of_torch(
+def test_running_statistics_have_the_bits_of_the_reference(
     kernels: BackEnd, dtype: torch.dtype, momentum: float | None
 ) -> None:
     """Ranks may use different kernels. n = 1 leaves the variance unchanged, n = 0 also the mean. Autograd sees that the
@@ -309,9 +312,12 @@ def test_running_statistics_have_the_bits_of_torch(
     assert all(buffer._version == 4 for buffer in (*buffers, counter))
 
 
-@pytest.mark.parametrize("sizes", [(4, 3, 5), (70, 3, 37)], ids=str)  # On GPUs the sums have one part, and two.
+@pytest.mark.parametrize(
+    "sizes", [(4, 3, 5), (70, 3, 37)], ids=str
+)  # In Triton the sums of the first size have one part, of the second two.
 def test_every_back_end_signs_payloads_like_payload_sign(kernels: BackEnd, sizes: Sizes) -> None:
-    """A forward signs with its count, a backward with the id of the call. On CPUs the signature contains the id."""
+    """A forward signs with its count, a backward with the id of the call. C++ kernels get a signature that contains the
+    id already."""
     dy, x = calls.draw(2, sizes, torch.float32)
     saved = x, None, torch.ones(13, dtype=torch.float64), None
     sums = kernels.Forward(calls.forward_config(x)).forward_sums

@@ -71,6 +71,21 @@ def test_promise_2_one_collective_each_way(ranks: Ranks) -> None:
     assert count_collectives(local_layer, torch.randn(4, C, device=ranks.device)) == (0, 0)
 
 
+def test_promise_2_one_collective_each_way_on_the_fast_path(ranks: Ranks) -> None:
+    """CommDebugMode is a dispatch mode, under which other kernels run. A process group counts its own collectives."""
+    assert dist.group.WORLD is not None
+    count = dist.group.WORLD._get_sequence_number_for_group
+    layer, x = syncbn.SyncBatchNorm(C, device=ranks.device), torch.randn(4, C, device=ranks.device, requires_grad=True)
+    counts = [count()]
+    y = layer(x)
+    counts.append(count())
+    y.sum().backward()
+    counts.append(count())
+    layer.eval()(x)
+    counts.append(count())
+    assert [count - counts[0] for count in counts] == [0, 1, 2, 2]
+
+
 # More: test_fuzz.py, test_recipes.py (ranks that run out of data).
 def test_promise_3_uneven_and_empty_ranks(ranks: Ranks) -> None:
     """Uneven ranks and empty ranks are exact. A step without a value on any rank changes only num_batches_tracked and

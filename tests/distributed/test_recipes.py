@@ -377,3 +377,32 @@ def test_deep_inversion(ranks: Ranks) -> None:
         return [leaf.grad * (ranks.size if group else 1)], []
 
     require_as_one(ranks, len(images), gradient)
+
+
+def test_a_recurrent_network_may_call_a_layer_more_often_on_some_ranks(ranks: Ranks) -> None:
+    """By the rule of docs/rules.md, "Numbers of calls". One process normalises at each time step the sequences that
+    have not ended."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(ranks.device)
+    x, lengths = torch.randn(ranks.size, 4, 3).to(ranks.device), [2 + 3 * rank for rank in range(ranks.size)]
+    alone, whole = copy.deepcopy(model), x.clone().requires_grad_()
+    hidden = [*whole]
+    for step in range(max(lengths)):
+        active = [rank for rank in range(ranks.size) if step < lengths[rank]]
+        for rank, y in zip(active, alone(torch.cat([hidden[rank] for rank in active])).split(4), strict=True):
+            hidden[rank] = y.tanh()
+    torch.stack(hidden).cos().sum().backward()
+
+    linear, norm = syncbn.convert_syncbn_model(model)
+    leaf = x[ranks.rank].clone().requires_grad_()
+    own, loss = leaf, 0.0
+    for step in range(max(lengths)):
+        if step < lengths[ranks.rank]:
+            own = norm(linear(own)).tanh()
+        else:
+            loss = loss + norm(own[:0]).sum()
+    (loss + own.cos().sum()).backward()
+    close([own, leaf.grad, *norm.buffers()], [hidden[ranks.rank], whole.grad[ranks.rank], *alone[1].buffers()])
+    close(
+        [ranks.all_reduce_sum(weight.grad) for weight in model.parameters()],
+        [weight.grad for weight in alone.parameters()],
+    )

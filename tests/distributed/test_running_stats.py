@@ -1,9 +1,11 @@
-"""Tests that running statistics of several batches, and sync_batch_stats, are those of all values of all ranks.
+"""Tests that running statistics of several batches, and sync_batch_stats, equal those of the values of all ranks.
 
 test_derivatives.py has the derivatives of sync_batch_stats.
 """
 
+import copy
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -86,7 +88,7 @@ def test_an_exception_discards_the_statistics_of_the_block_only(ranks: Ranks) ->
 
 
 @pytest.mark.compiles
-def test_a_graph_compiled_before_the_block_accumulates_unless_it_has_fullgraph(ranks: Ranks) -> None:
+def test_a_graph_compiled_before_the_block_accumulates_and_fullgraph_is_refused(ranks: Ranks) -> None:
     layer, x = make_layer(ranks, momentum=1.0), local_batch(ranks, 0)
     with syncbn.accumulate_running_stats(layer), pytest.raises(Exception, match="compile without fullgraph=True"):
         torch.compile(layer, backend="eager", fullgraph=True)(x)
@@ -129,11 +131,33 @@ def test_a_block_refuses_calls_that_update_other_statistics(
     functional_call(model, buffers, x)  # Outside of the block it updates the caller's buffers.
 
 
+@pytest.mark.parametrize("trains_inside", [True, False])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_shallow_copy_made_in_a_block_accumulates_with_the_original_and_a_deep_copy_does_not(
+    ranks: Ranks, copied: Callable[[nn.Module], nn.Module], trains_inside: bool
+) -> None:
+    """copy.copy shares buffers, so in the block the batches of both layers count as one. A deep copy trains by itself.
+    After the block both update their statistics in each call."""
+    layer = make_layer(ranks, momentum=None)
+    with syncbn.accumulate_running_stats(layer):
+        other = copied(layer)
+        layer(local_batch(ranks, 0))
+        if trains_inside:
+            other(local_batch(ranks, 1))
+    if not trains_inside:
+        other(local_batch(ranks, 1))
+    first, second, both = (all_values(ranks, *indices).mean(0) for indices in ([0], [1], [0, 1]))
+    shared = both if trains_inside else (first + second) / 2
+    close(other.running_mean, shared if copied is copy.copy else second)
+    with syncbn.accumulate_running_stats(other):
+        other(local_batch(ranks, 2))
+
+
 # sync_batch_stats.
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_batch_statistics_are_rounded_once_in_any_layout(ranks: Ranks, dtype: torch.dtype) -> None:
+def test_batch_statistics_do_not_depend_on_layout_or_dtype_of_the_input(ranks: Ranks, dtype: torch.dtype) -> None:
     """They are computed in float64; the gradient has the input's dtype and strides."""
     torch.manual_seed(ranks.rank)
     x = (torch.randn(4, C, 2, 3) + 100).to(ranks.device, dtype)
@@ -158,7 +182,9 @@ def test_batch_statistics_of_no_value_or_one(ranks: Ranks, channels: int, sample
     (mean.sum() + var.sum()).backward()
     assert mean.eq(2.0 * samples_of_rank_0).all()
     assert not var.any()
-    assert x.grad.equal(torch.full_like(x, ranks.size))  # The loss of each rank contains the mean.
+    assert x.grad.equal(
+        torch.full_like(x, ranks.size)
+    )  # d mean / dx is 1, as n = 1, and the losses of all ranks contain the mean.
     assert int(count) == samples_of_rank_0 + samples * (ranks.size - 1)
 
 

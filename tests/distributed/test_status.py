@@ -213,8 +213,12 @@ def test_a_capturing_stream_uses_the_status_of_another_stream(ranks: Ranks, gpu:
     assert not stream_status.words[FAULT]
 
 
-def test_all_ranks_raise_the_earlier_of_two_faults(ranks: Ranks, model: Model, gpu: SimpleNamespace) -> None:
+def test_all_ranks_raise_the_earlier_of_two_faults(
+    ranks: Ranks, model: Model, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The faults are in two streams, which the ranks use in different orders afterwards."""
+    # The watchdog, which polls once a second, must not find the first fault before the second.
+    monkeypatch.setattr(status.StreamStatus, "poll", lambda own_status, is_last=False: None)
     for gpu.stream in (5, 7):
         model(X, f"bn{1 + (ranks.rank if gpu.stream == 5 else 1 - ranks.rank)}")
     for gpu.stream in (5, 7, 0) if ranks.rank else (7, 5, 0):

@@ -49,8 +49,8 @@ def first_cause(cause: str) -> str:
 
 @pytest.fixture
 def new_group(ranks: Ranks) -> None:
-    """Create a default group in which no layer has been called. Give it one number on both ranks, above the numbers of
-    earlier groups, because in other tests one rank alone may have called a layer in a group."""
+    """Create a default group in which no layer has been called. Each rank numbers its default groups, and an earlier
+    test may have let one rank count further, so both ranks continue from the larger number."""
     start = torch.tensor(next(positions._default_groups))
     dist.all_reduce(start, dist.ReduceOp.MAX)
     positions._default_groups = itertools.count(int(start))
@@ -153,7 +153,8 @@ def fail(*_: object) -> None:
     raise MemoryError("no room")
 
 
-# A call that raises without an all_reduce, or after it, and the error. `hooked` is an output with hooks that fail.
+# name -> (a call that raises before or after its all_reduce, the recorded error). The hooks for tensors that `hooked`
+# has saved fail in backward.
 ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], object], str]] = {
     "layer on meta": (
         lambda y, hooked: syncbn.SyncBatchNorm(3, device="meta")(X),
@@ -171,16 +172,15 @@ ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], object], str]] = {
 
 @pytest.mark.parametrize("context", [contextlib.nullcontext, CountCollectives], ids=["fast path", "dispatched"])
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_of_one_rank_is_recorded(
+def test_an_error_is_recorded_in_the_position_of_its_rank(
     ranks: Ranks, name: str, context: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that wait for this rank report the error, also if the program handles it: see test_groups.py. (Here all
-    ranks fail, and none waits.)"""
+    """Here all ranks fail. In test_groups.py other ranks wait, and report the error."""
     call, error = ERRORS[name]
     y = syncbn.SyncBatchNorm(3)(X)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, fail):
         hooked = syncbn.SyncBatchNorm(3)(X)
-    # A rank cannot join the all_reduce on a GPU for which syncbn has no kernels.
+    # Pretend to have a GPU without kernels: there a rank with a bad argument raises without joining the all_reduce.
     monkeypatch.setattr(bad_argument, "_device_of", lambda tensors: torch.device("xpu"))
     for back_end in (cpu, operators, reference):
         monkeypatch.setattr(back_end.Forward, "forward_outputs", fail)
@@ -247,6 +247,7 @@ def test_a_rank_that_is_35_s_late(
 ) -> None:
     """The other rank warns once, and both continue. Here the wait of rank 0 in the first forward counts as 35 s."""
     is_late = lambda wait: ranks.rank == 0 and wait.description() == "SyncBatchNorm forward, call 1"  # noqa: E731
+    assert FIRST_WARNING_SECONDS == 30
     set_seconds(next_warning_seconds=FIRST_WARNING_SECONDS)
     monkeypatch.setattr(Collective, "seconds", lambda wait: 35.0 * is_late(wait))
     layer = syncbn.SyncBatchNorm(3)
@@ -262,7 +263,7 @@ def test_a_rank_that_is_35_s_late(
 def test_other_waits_are_not_reported(ranks: Ranks, reports: Reports) -> None:
     """Ranks wait for data, in a hook of backward, in many short collectives and in evaluation."""
     layer = syncbn.SyncBatchNorm(3)
-    dist.barrier()  # On a busy machine a rank may be late.
+    dist.barrier()  # The ranks start together, so that none is late.
     y = layer(X)
     with contextlib.suppress(queue.Empty):
         queue.SimpleQueue[None]().get(timeout=0.7)
@@ -321,7 +322,7 @@ LEFT = "after bn forward, call 1; has left this or an earlier default group"
 
 @pytest.mark.usefixtures("new_group")
 @pytest.mark.parametrize(
-    ("second_class", "new_group", "is_seen", "place", "cause"),
+    ("second_class", "replaces_group", "started_watchdog", "place", "cause"),
     [
         ("First", False, True, "last seen after bn forward, call 1", report.OTHER_LAYERS),
         ("Second", False, True, "last seen after bn forward, call 1", report.OTHER_LAYERS),
@@ -330,20 +331,20 @@ LEFT = "after bn forward, call 1; has left this or an earlier default group"
     ],
 )
 def test_a_second_model_with_other_channels(
-    ranks: Ranks, reports: Reports, use_store: Callable[..., None], second_class: str, new_group: bool, is_seen: bool,
-    place: str, cause: str,
+    ranks: Ranks, reports: Reports, use_store: Callable[..., None], second_class: str, replaces_group: bool,
+    started_watchdog: bool, place: str, cause: str,
 ) -> None:  # fmt: skip
-    """In a sweep over widths rank 1 is late in the second model. The report must not compare its channels with those of
-    the first model, which the store still has."""
-    use_store(dist.PrefixStore(f"{second_class} {new_group} {is_seen}", voting.world.store))
+    """In a sweep over widths rank 1 is late in the second model. The store still has the positions of the first model,
+    whose channels the report must not compare with those of the second."""
+    use_store(dist.PrefixStore(f"{second_class} {replaces_group} {started_watchdog}", voting.world.store))
     for channels, class_name in ((3, "First"), (4, second_class)):
-        if channels == 3 or new_group:
+        if channels == 3 or replaces_group:
             voting.world.replace_group()
         model = type(class_name, (nn.Module,), {})()
         model.bn = nn.BatchNorm1d(channels)
         syncbn.convert_syncbn_model(model)
         if channels == 4 and ranks.rank == 1:
-            if is_seen:
+            if started_watchdog:
                 watchdog.this_rank()
             lines = rf"rank 0: in bn forward, call 1{WRITTEN}\nrank 1: {place}{WRITTEN}\n"
             reports.wait_for(lines + first_cause(cause))
@@ -352,7 +353,9 @@ def test_a_second_model_with_other_channels(
     assert "channels over" not in reports.text
 
 
-def test_default_groups_leave_no_thread_key_or_record(ranks: Ranks, use_store: Callable[..., None]) -> None:
+def test_ended_default_groups_leave_no_thread_no_record_and_two_keys(
+    ranks: Ranks, use_store: Callable[..., None]
+) -> None:
     def records() -> list[object]:
         gc.collect()
         threads = [thread for thread in threading.enumerate() if thread.name == "syncbn.watchdog"]
@@ -373,8 +376,8 @@ def test_default_groups_leave_no_thread_key_or_record(ranks: Ranks, use_store: C
 
 
 def test_an_old_default_group_that_is_released_late(ranks: Ranks, use_store: Callable[..., None]) -> None:
-    """The end of the old group does not overwrite the position of this rank in the new group. Readers would then ignore
-    all values of this rank, and report ranks that differ where layers only get new numbers."""
+    """The end of the old group does not overwrite the position of this rank in the new group. Otherwise readers would
+    ignore all values of this rank, and report that ranks differ although they agree."""
     use_store(dist.PrefixStore("released late", voting.world.store))
     voting.world.replace_group()
     watchdog.this_rank()
