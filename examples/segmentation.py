@@ -1,14 +1,14 @@
 """Train a small U-Net to classify every pixel in scenes of real handwritten digits, in three ways on the same batches.
 
     one process     the whole batch on one process, nn.BatchNorm2d
-    syncbn          W ranks under DistributedDataParallel, each with its slice of the batch, syncbn
+    syncbn          W ranks under DistributedDataParallel, each with its slice of the batch, converted by syncbn
     local           the same with nn.BatchNorm2d: every rank normalises its slice alone
 
 Each scene has its own brightness. If a rank has one image, local statistics remove the brightness, which makes training
 easier. But evaluation uses running statistics, which keep it, so the model misses dark scenes. Statistics of all ranks
 are closer to the running statistics. The digits of the test scenes are held out.
 
-A run has one seed. The job also prints the committed results of several seeds, from evidence/segmentation_seeds.py.
+A run has one seed. The job also prints the stored results of several seeds, which evidence/segmentation_seeds.py made.
 
     python examples/segmentation.py                                          one process: all three are the same
     torchrun --standalone --nproc-per-node 2 examples/segmentation.py        two ranks
@@ -47,7 +47,7 @@ NUM_TEST = 297  # held-out digits; the other 1,500 are for training
 NUM_CLASSES = 11  # background, 0, 1, ..., 9
 NUM_SHOWN = 4  # scenes in the picture
 NUM_RECOMPUTED = 100  # batches for recomputed running statistics
-SAME_IOU = 1e-3  # A rounding may change a pixel.
+SAME_IOU = 1e-3  # Smaller differences of the IoU are rounding.
 OVER_SEEDS = Path(__file__).parent / "evidence" / "segmentation_seeds.json"
 DIGIT_COLORS = [BLUE, ORANGE, GREEN, VERMILLION, PURPLE, "#9a7b4f", YELLOW, "#999999", SKY, "#ffffff"]
 
@@ -58,10 +58,10 @@ def new_parser(manual: str, name: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--steps", type=positive, default=1000, help="steps of the optimizer")
     add("--images-per-rank", type=positive, default=1, help="scenes per rank and step")
-    add("--learning-rate", type=float, default=0.01, help="highest, of Adam")
+    add("--learning-rate", type=float, default=0.01, help="peak of the OneCycle schedule, for Adam")
     add("--width", type=positive, default=8, help="channels at full resolution")
     add("--test-scenes", type=positive, default=200, help="number of test scenes")
-    add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
+    add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies the rounding of float32")
     return parser
 
 
@@ -70,7 +70,7 @@ class Scenes:
 
     def __init__(self, held_out: bool, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         digits = load_digits()
-        chosen = slice(NUM_TEST) if held_out else slice(NUM_TEST, None)  # The order of the data set mixes its writers.
+        chosen = slice(NUM_TEST) if held_out else slice(NUM_TEST, None)  # The file order mixes the writers.
         self.digits = torch.tensor(digits.images[chosen] / 16)  # (D, 8, 8) in [0, 1]
         self.classes = torch.tensor(digits.target[chosen]) + 1  # (D,) from 1
         self.generator = torch.Generator().manual_seed(seed)
@@ -149,7 +149,7 @@ def test(trainer: Trainer, images: Tensor, labels: Tensor, training: Tensor) -> 
     """Record the IoUs; for local batch norm also with running statistics that are recomputed on training scenes."""
     if trainer.sliced:
         for buffer in trainer.module.buffers():
-            dist.broadcast(buffer, 0)  # A job would save the model of rank 0.
+            dist.broadcast(buffer, 0)  # Test what a job would save: the buffers of rank 0.
     iou = ious(trainer.module, images, labels)
     trainer.tests = {"mean_iou": iou.mean().item(), "ious": iou.tolist()}
     if trainer.name == "local":
@@ -204,7 +204,7 @@ def train(arguments: argparse.Namespace, seed: int, device: torch.device) -> tup
 
 
 def print_over_seeds(file: Path) -> None:
-    """Print the table of several seeds from the file of evidence/segmentation_seeds.py, and its command."""
+    """Print the table that evidence/segmentation_seeds.py has stored in `file`, and the command that made it."""
     results = json.loads(file.read_text())
     ways, rows = results["ways"], []
     reference = [seed["mean_iou"] for seed in ways["one process"]]

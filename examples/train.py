@@ -24,7 +24,7 @@ from syncbn.testing import unequal
 
 
 def load_data():
-    """Return training, validation and test images, the same on all ranks: noise on a pattern for each of 10 classes."""
+    """Return training, validation and test data, equal on all ranks: images of ten patterns with noise, and classes."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(10, (1500,), generator=generator)
     patterns = torch.randn(10, 3, 8, 8, generator=generator)
@@ -139,7 +139,7 @@ def main():
         device, backend = torch.device("cpu"), "gloo"
     dist.init_process_group(backend)
     train(arguments, device)
-    dist.destroy_process_group()  # after the last use of DistributedDataParallel
+    dist.destroy_process_group()  # `train` has returned, so DistributedDataParallel is gone
 
 
 if __name__ == "__main__":
