@@ -43,9 +43,7 @@ def build_model():
 def parallel(model):
     """DistributedDataParallel without its broadcast of buffers, as all ranks compute equal buffers."""
     names = inspect.signature(DistributedDataParallel).parameters
-    name = (
-        "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-    )  # its name before torch 2.13
+    name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # before torch 2.13
     return DistributedDataParallel(model, **{name: False})
 
 
