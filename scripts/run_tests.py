@@ -6,8 +6,8 @@
     scripts/test.sh -k mask             other arguments go to pytest
 
 The parts on 2, 3 (with the reference kernels) and 4 ranks start last, because they use all cores. On 3 ranks run the
-files in which something depends on the number of ranks; on 4 ranks, unless --nightly, only files in which ranks form
-groups or draw the number of ranks. The output of each part goes to runs/tests. At the end, print the logs of the failed
+files in which something depends on the number of ranks; on 4 ranks, unless --nightly, only promises that groups or a
+fourth rank may break: FOUR_RANKS. The output of each part goes to runs/tests. At the end, print the logs of the failed
 parts and pytest's summary of every part. (pytest-xdist cannot start ranks, and make shows no progress.)
 """
 

@@ -168,8 +168,8 @@ def _difference(calls: Sequence[CallReport], can_renumber: bool) -> tuple[str, s
     can_renumber = can_renumber and any(call.call_number == 1 and call.pass_name == "forward" for call in calls)
     in_one_pass = all_have("layer") and all_have("pass_name")
     if not (in_one_pass and (can_renumber or all_have("instance_number"))):
-        has_number = in_one_pass or all_have("description")
-        line = "in {description}" + "; number {instance_number} of {layer}" * has_number
+        shows_number = in_one_pass or all_have("description")
+        line = "in {description}" + "; number {instance_number} of {layer}" * shows_number
         return TITLE_LAYERS, line, MODELS if in_one_pass else _format_causes(_causes_of_mixture(calls))
     if any(call.error for call in calls):  # The error may be the only difference.
         return None
