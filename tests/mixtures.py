@@ -1,4 +1,4 @@
-"""Faults that tests inject: ranks that mix what they send, and a store that is late or fails."""
+"""Calls that must not meet in one all_reduce, and a store that tests let be late or fail."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,58 +8,79 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import syncbn
+from syncbn.functional import batch_norm_backward
 
 X = torch.randn(4, 3, requires_grad=True)
 
 
 class Model(nn.Module):
-    """Two layers, by default over a new group, because a fault on a GPU ends the use of a group."""
+    """A model of two layers. By default they use a new group, because after a fault on a GPU a group is unusable."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.bn1, self.bn2 = (nn.BatchNorm1d(3) for _ in range(2))
         syncbn.convert_syncbn_model(self, group or dist.new_group())
 
-    def forward(self, x: Tensor, *names: str) -> Tensor:
-        for name in names or ("bn1", "bn2"):
-            x = self.get_submodule(name)(x)
-        return x
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn2(self.bn1(x))
+
+    def train_a_step_and_call_bn2_twice(self) -> None:
+        """Prepare for the methods below, of which each rank calls one."""
+        self(X).sum().backward()
+        self.loss_of_call_2, self.loss_of_call_3 = (self.bn2(x).square().sum() for x in (X, 2 * X))
+
+    def call_bn1(self) -> None:
+        self.bn1(X)
+
+    def call_bn1_in_bfloat16(self) -> None:
+        self.bn1(X.bfloat16())
+
+    def call_bn2(self) -> None:
+        self.bn2(X)
+
+    def differentiate_call_2(self) -> None:
+        self.loss_of_call_2.backward()
+
+    def differentiate_call_2_with_graph(self) -> None:
+        torch.autograd.grad(self.loss_of_call_2, X, create_graph=True)
+
+    def differentiate_call_3(self) -> None:
+        self.loss_of_call_3.backward()
+
+    def call_a_function(self) -> None:
+        batch_norm_backward(X, X, torch.zeros(3), torch.ones(3), process_group=self.bn1.process_group)
 
 
-Call = Callable[[Model, Tensor, Tensor], object]
-
-# The calls of rank 0 and of the other ranks, and the report of every rank. The model has trained one step and has then
-# called bn2 twice: the arguments are the model and the two outputs. CPUs raise at once, GPUs at a later call.
-MIXTURES: dict[str, tuple[Call, Call, str]] = {
-    "layers": (
-        lambda model, y, other: model.bn1(X), lambda model, y, other: model.bn2(X),
+# The method that rank 0 calls, the method that the other ranks call, and a part of the error that every rank raises, as
+# a regular expression, in which OTHERS stands for the other ranks.
+MIXTURES: dict[str, tuple[Callable[[Model], None], Callable[[Model], None], str]] = {
+    "two layers": (
+        Model.call_bn1, Model.call_bn2,
         r"rank 0: in bn1 forward, call 2.*\nOTHERS: in bn2 forward, call 4.*\nPossible causes:\n- A rank has left out",
     ),
-    "passes": (
-        lambda model, y, other: model.bn2(X), lambda model, y, other: y.sum().backward(),
+    "forward and backward of a layer": (
+        Model.call_bn2, Model.differentiate_call_2,
         r"rank 0: in bn2 forward, call 4\nOTHERS: in bn2 backward, call 2\nPossible causes:\n- .* once more, ",
     ),
-    "passes of one step": (
-        lambda model, y, other: model.bn1(X), lambda model, y, other: y.sum().backward(),
+    "forward and backward of two layers": (
+        Model.call_bn1, Model.differentiate_call_2,
         r"rank 0: in bn1 forward, call 2\nOTHERS: in bn2 backward, call 2\nPossible causes:\n- A rank has left out",
     ),
+    "a function and a layer": (
+        Model.call_a_function, Model.call_bn1,
+        r"rank 0: in batch_norm_backward.* call 1.*\nOTHERS: in bn1 forward, call 2",
+    ),
     "dtypes": (
-        lambda model, y, other: model.bn1(X.bfloat16()), lambda model, y, other: model.bn1(X),
+        Model.call_bn1_in_bfloat16, Model.call_bn1,
         r"rank 0: in bn1 .* with an input of torch.bfloat16\nOTHERS: in bn1 .*float32\nUse autocast on every rank",
     ),
-    "graphs": (
-        lambda model, y, other: torch.autograd.grad(y.square().sum(), X, create_graph=True),
-        lambda model, y, other: y.sum().backward(),
+    "backwards with and without a graph": (
+        Model.differentiate_call_2_with_graph, Model.differentiate_call_2,
         r"rank 0: in bn2 backward with create_graph .*\nOTHERS: in bn2 backward, call 2\nPass create_graph",
     ),
-    "calls": (
-        lambda model, y, other: y.square().sum().backward(),
-        lambda model, y, other: other.square().sum().backward(),
+    "backwards of two calls": (
+        Model.differentiate_call_2, Model.differentiate_call_3,
         r"rank 0: in bn2 backward, call 2\nOTHERS: in bn2 backward, call 3\nThe layer is called several times",
-    ),
-    "settings": (
-        lambda model, y, other: (setattr(model.bn1, "eps", 1e-3), model.bn1(X)), lambda model, y, other: model.bn1(X),
-        r"rank 0: in bn1 .* with eps=0.001\nOTHERS: in bn1 .*eps=1e-05\nGive the layer the same settings",
     ),
 }  # fmt: skip
 
