@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import voting
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from voting import Ranks
 
 import syncbn
@@ -95,6 +96,18 @@ def test_the_number_of_a_deleted_model_is_not_reused(ranks: Ranks) -> None:
     train(build() if ranks.rank == 1 else second)  # The ranks agree on a new number, and retire that of `second`.
     with pytest.raises(RanksDifferError, match=DIFFER):
         second(random_batch())
+
+
+def test_a_number_that_one_rank_has_used_alone_is_not_reused(ranks: Ranks) -> None:
+    """Rank 0 counts FLOPs with fake tensors, which gives the models numbers on this rank alone."""
+    first, second, third = build(), build(), build()
+    if ranks.rank == 0:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            for model in (first, second, third):
+                model(mode.from_tensor(random_batch()))
+    train(second, first)  # The ranks agree on new numbers.
+    with pytest.raises(RanksDifferError, match=DIFFER):
+        (first if ranks.rank else third)(random_batch())
 
 
 def test_an_error_in_a_subgroup_has_the_ranks_of_the_default_group(ranks: Ranks) -> None:
