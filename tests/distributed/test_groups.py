@@ -29,8 +29,8 @@ def random_batch(ranks: Ranks) -> Tensor:
 
 
 def synchronised_ranks(layer: nn.Module, ranks: Ranks) -> list[int]:
-    """Return the ranks over which the layer normalises. Rank r passes ones in channel r, so the means of the channels
-    of these W ranks are 1/W, and all other means are 0."""
+    """Return the W ranks over which the layer normalises. Rank r passes ones in channel r and zeros in all others, so
+    the means of W channels are 1/W, and all other means are 0."""
     layer.train().reset_running_stats()
     layer.momentum = 1.0
     x = torch.zeros_like(random_batch(ranks))
@@ -49,7 +49,7 @@ def synchronises_all(layer: nn.Module, ranks: Ranks) -> bool:
 # Forms of a process_group.
 
 
-def test_forms_that_select_all_ranks_or_this_rank_alone(ranks: Ranks) -> None:
+def test_a_process_group_can_select_all_ranks_or_this_rank_alone(ranks: Ranks) -> None:
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     for process_group in (None, dist.group.WORLD, ranks.size, mesh.get_group()):
         assert synchronises_all(make_layer(process_group, ranks), ranks), process_group
@@ -59,7 +59,7 @@ def test_forms_that_select_all_ranks_or_this_rank_alone(ranks: Ranks) -> None:
         assert synchronised_ranks(make_layer(process_group, ranks), ranks) == [ranks.rank]
 
 
-def test_forms_that_select_some_ranks(ranks: Ranks) -> None:
+def test_a_process_group_can_select_some_ranks(ranks: Ranks) -> None:
     if ranks.size != 4:
         pytest.skip("needs 4 ranks")
     consecutive_ranks = [0, 1] if ranks.rank < 2 else [2, 3]
@@ -74,7 +74,7 @@ def test_forms_that_select_some_ranks(ranks: Ranks) -> None:
 
 
 def test_an_int_given_before_init_process_group_becomes_a_group_in_the_first_training_forward(ranks: Ranks) -> None:
-    """There may also have been an earlier default group. test_compile.py has compiled layers."""
+    """Two of the layers were built under an earlier default group. test_compile.py has compiled layers."""
     layers = [make_layer(process_group, ranks) for process_group in (None, ranks.size)]
     voting.world.destroy_groups()
     layers.append(make_layer(ranks.size, ranks))
@@ -88,7 +88,6 @@ def test_an_int_given_before_init_process_group_becomes_a_group_in_the_first_tra
 
 
 def test_summary_names_group_payload_and_last_step(ranks: Ranks) -> None:
-    """test_compile.py has graphs."""
     model, payload_bytes = nn.Sequential(make_layer(None, ranks), make_layer(1, ranks)), 8 * (2 * C + 5)
     assert [*syncbn.summary(model)] == [
         ("0", "SyncBatchNorm", C, ranks.size, payload_bytes, payload_bytes, "none yet"),
@@ -100,7 +99,7 @@ def test_summary_names_group_payload_and_last_step(ranks: Ranks) -> None:
         assert last_steps == [f"synchronised over {ranks.size} ranks", "not synchronised"]
     loaded = make_layer(None, ranks)
     loaded.load_state_dict(model[0].state_dict())
-    assert syncbn.summary(loaded)[0].last_step == "not known"  # num_batches_tracked is 1.
+    assert syncbn.summary(loaded)[0].last_step == "not known"  # The loaded num_batches_tracked is 1.
     assert str(syncbn.summary(model)).endswith(f"\nkernels: {syncbn.kernels.available()}")
 
 
@@ -167,7 +166,7 @@ def test_an_int_reverts_to_its_group_and_not_to_all_ranks(ranks: Ranks) -> None:
     assert syncbn.revert_syncbn_model(model)[1].process_group is group
 
 
-# Groups that do not exist, or no longer.
+# Groups that do not exist.
 
 
 def destroy(group: dist.ProcessGroup) -> None:
@@ -186,8 +185,8 @@ def test_a_conversion_with_a_destroyed_group_is_refused_and_changes_no_layer(ran
 
 @pytest.mark.parametrize("destroys_all_groups", [False, True])
 def test_no_other_group_replaces_a_destroyed_group(ranks: Ranks, destroys_all_groups: bool) -> None:
-    """Other ranks may not have destroyed the group, and would wait in it. A layer that is unpickled later takes any
-    group of the same ranks."""
+    """Other ranks may not have destroyed the group, and would wait in it. Only a layer that is unpickled afterwards may
+    use another group of the same ranks."""
     layer = make_layer(dist.new_group(), ranks)
     layer(random_batch(ranks))
     if destroys_all_groups:
@@ -228,7 +227,8 @@ def layer_with_a_group_that_rank_1_destroys(ranks: Ranks) -> nn.Module:
 def test_ranks_that_wait_report_why_another_rank_has_no_group(
     ranks: Ranks, reports: Reports, build: Callable[[Ranks], Callable[[Tensor], object]], text: str
 ) -> None:
-    """Rank 1 raises without joining the all_reduce, in which the other ranks wait. Later it calls their layer."""
+    """Rank 1 raises without joining the all_reduce in which the other ranks wait, and calls their layer only after they
+    have reported the error."""
     call, layer = build(ranks), make_layer(None, ranks)
     if ranks.rank == 1:
         with pytest.raises((RuntimeError, ValueError)):
@@ -238,7 +238,7 @@ def test_ranks_that_wait_report_why_another_rank_has_no_group(
 
 
 def test_ranks_that_ask_for_different_groups_issue_one_collective(ranks: Ranks) -> None:
-    """If some ranks issued another collective, it would meet the next collective of the other ranks."""
+    """A second collective of some ranks would pair with the next collective of the other ranks."""
     with pytest.raises(ValueError, match="the ranks ask for different process groups"):
         syncbn.create_syncbn_process_group(7) if ranks.rank else sync_batch_stats(random_batch(ranks), process_group=5)
     assert ranks.all_reduce_sum(torch.ones(1, device=ranks.device)) == ranks.size

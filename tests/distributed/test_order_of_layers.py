@@ -56,14 +56,11 @@ def train(*models: nn.Module) -> None:
 
 # Ranks that differ.
 
-
 # The models that rank 1 and the other ranks train, one letter for each step. The last step must raise an error.
 ORDERS = {
     "rank 1 swaps two steps": ("BAA", "ABA"),
     "rank 1 leaves out the first step of B": ("AAB", "ABA"),
     "rank 1 trains the new model B too early": ("AAABA", "AAAAB"),
-    "rank 1 trains the new model C too early": ("ABABACB", "ABABABC"),
-    "rank 1 trains the new model C instead of A": ("ABCBA", "ABABA"),
     "rank 1 trains the new model B instead of A": ("AABA", "AAAA"),
     "rank 1 reloads A as C, and then leaves out B": ("ABABCBCBC", "ABABABABB"),
 }
@@ -93,7 +90,7 @@ def test_the_number_of_a_deleted_model_is_not_reused(ranks: Ranks) -> None:
     if ranks.rank == 1:
         del first
         gc.collect()
-    train(build() if ranks.rank == 1 else second)  # The ranks agree on a new number, and retire that of `second`.
+    train(build() if ranks.rank == 1 else second)  # The ranks agree on a new number; the old one becomes invalid.
     with pytest.raises(RanksDifferError, match=DIFFER):
         second(random_batch())
 
@@ -135,34 +132,25 @@ def test_a_rank_may_replace_a_model(ranks: Ranks, replace: Callable[[nn.Module],
     """For example, it loads the model from a file."""
     first, second = build(), build()
     train(first, second)
-    if ranks.rank == changed_rank:
-        first = replace(first)
-    train(first, second, first, second)
-
-
-def test_each_rank_may_replace_its_models_in_another_step(ranks: Ranks) -> None:
-    """As in a cross-validation: all ranks build new models for each fold, and reload them when they like."""
     for _ in range(2):
-        models = [build(), build()]
-        for step in range(2 + ranks.size):
-            if step == 1 + ranks.rank or (step == 2 and ranks.rank == 0):
-                models = copy.deepcopy(models)
-            train(*models)
+        if ranks.rank == changed_rank:
+            first = replace(first)
+        train(first, second, first, second)
 
 
 @on_either_rank
-@pytest.mark.parametrize("order", ["in order", "in reverse", "in reverse, and twice"])
+@pytest.mark.parametrize("order", ["in order", "in reverse", "in reverse, with a second derivative"])
 def test_a_rank_may_replace_a_model_between_a_forward_and_its_backward(
     ranks: Ranks, order: str, changed_rank: int
 ) -> None:
-    """All ranks sign this backward with the number of the forward."""
+    """The backward is signed with the number that the model had in the forward, on all ranks."""
     model, x = build(), random_batch()
     train(model)
     losses = [model(x).pow(3).sum()]
     if ranks.rank == changed_rank:
         model = copy.deepcopy(model)
     losses.append(model(random_batch()).pow(3).sum())
-    if order == "in reverse, and twice":
+    if order == "in reverse, with a second derivative":
         (gradient,) = torch.autograd.grad(losses[0], x, create_graph=True)
         losses.append(gradient.square().sum())
     if order != "in order":
@@ -173,13 +161,14 @@ def test_a_rank_may_replace_a_model_between_a_forward_and_its_backward(
 
 
 def test_a_second_conversion_renames_a_part_that_has_run(ranks: Ranks) -> None:
-    """The part was trained alone. Rank 1 has loaded the whole model instead, and its names are those of the whole."""
+    """The part ran before it was put into a larger model. Rank 1 has loaded the larger model instead, whose layers have
+    only the new names."""
     part = build()
     y = part(random_batch())
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.Identity(), build() if ranks.rank == 1 else part))
     train(model)
     assert model[1][1]._syncbn_site.layer == "layer '1.1' in Sequential"
-    y.sum().backward()  # Signed by the name under which the forward ran.
+    y.sum().backward()  # All ranks sign this backward with the name that the part had in its forward.
 
 
 # Ranks that agree, although one rank makes other calls.
@@ -199,14 +188,6 @@ def test_a_rank_may_wrap_a_model_and_evaluate_other_models(ranks: Ranks, changed
     train(called, second)
 
 
-def test_models_may_share_layers_and_call_them_twice(ranks: Ranks) -> None:
-    first, second = build(), build()
-    train(first, second, nn.Sequential(first[1], nn.Linear(3, 3), second[1], first[1]))
-    losses = [first(random_batch()).square().sum() for _ in range(2)]
-    for loss in losses * 2:
-        loss.backward(retain_graph=True)
-
-
 @pytest.mark.compiles
 @on_either_rank
 def test_a_rank_may_compile_its_models_at_first(ranks: Ranks, changed_rank: int) -> None:
@@ -215,7 +196,7 @@ def test_a_rank_may_compile_its_models_at_first(ranks: Ranks, changed_rank: int)
     first, second = build(), build()
     called = [first, second]
     if ranks.rank == changed_rank:
-        called = [torch.compile(model, backend="aot_eager", fullgraph=True) for model in called]
+        called = [torch.compile(model, backend="eager", fullgraph=True) for model in called]
     train(*called)
     train(second, first, build(), second, first)
     train(*called)

@@ -54,7 +54,7 @@ def test_ranks_that_differ_raise_before_statistics_are_mixed(ranks: Ranks, name:
      ("fuse_relu", True, "False"), ("track_running_stats", False, "True"), ("eps", 0.1, "1e-05")], ids=str,
 )  # fmt: skip
 def test_a_setting_that_differs_on_one_rank_raises(ranks: Ranks, name: str, changed: object, default: str) -> None:
-    """The settings are compared in the first call, and after all ranks have changed them."""
+    """In the first call of a layer, and in a later call, after all ranks have changed the setting and restored it."""
     x = torch.randn(4, 3, 3, 3)
     new, trained = (syncbn.convert_syncbn_model(BatchNormAct2d(3)) for _ in range(2))
     for value in (changed, getattr(trained, name)):
@@ -88,7 +88,7 @@ def test_the_comparison_of_signatures_is_exact(num_ranks: int) -> None:
     """Rounding would hide a difference, or find one that does not exist. The largest number that a rank can send is
     compared with the next smaller number."""
     largest = 2 * smallest_signature(num_ranks) - 1 + payload.NUM_IDS - 1
-    total, squares = 0.0, 0.0  # added like the trailers of the ranks, one after another
+    total, squares = 0.0, 0.0  # The collective adds one rank after another.
     for _ in range(num_ranks - 1):
         total, squares = total + largest, squares + largest**2
     assert num_ranks * (squares + largest**2) == (total + largest) ** 2
@@ -99,7 +99,7 @@ def test_the_comparison_of_signatures_is_exact(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("derivative", ["first", "first with create_graph", "second"])
-@pytest.mark.parametrize("num_errors", [0, 300])  # more errors than there are ids of calls, 256
+@pytest.mark.parametrize("num_errors", [0, 300])  # 300 exceeds NUM_IDS, the number of ids of calls.
 def test_backwards_of_different_calls_raise(ranks: Ranks, num_errors: int, derivative: str) -> None:
     """Otherwise the gradients of two calls would be mixed. Rank 0 also counts calls that raised an error on this rank
     alone, but the backwards of one call still agree."""
@@ -135,7 +135,7 @@ def test_sums_of_different_sizes_raise(
     ranks: Ranks, set_seconds: Callable[..., None], wrap_all_reduce: Callable[..., None]
 ) -> None:
     """gloo aborts a rank that expects fewer elements than another rank sends, and leaves the last elements of the total
-    NaN on the other ranks. Here no rank is aborted. A rank with a bad argument raises its own error."""
+    NaN on the other ranks. Here only the NaN is written. A rank with a bad argument raises its own error."""
 
     def leave_last_element_unwritten(all_reduce: Callable[..., Tensor], *arguments: object) -> Tensor:
         total = all_reduce(*arguments)
@@ -168,8 +168,9 @@ def test_a_caught_error_does_not_keep_the_group(ranks: Ranks, fault: str) -> Non
             else:
                 model(X[:, :2] if is_faulty else X)
         dist.destroy_process_group(group)
-        group, model = ref(group), None
-        assert group() is None
+        group_reference = ref(group)
+        del group, model
+        assert group_reference() is None
     finally:
         gc.enable()
 
