@@ -219,8 +219,8 @@ def test_the_rank_whose_sums_are_not_finite_warns_once(
     ranks: Ranks, dtype: torch.dtype, value: float, cause: str | None,
     mode: Callable[[], contextlib.AbstractContextManager],
 ) -> None:  # fmt: skip
-    if cause is None and "C++" not in available():
-        pytest.skip("other kernels may square float32 in float32")
+    if value == 3e38 and "C++" not in available():
+        pytest.skip("other kernels may compute squares in another dtype")
     layer, x = syncbn.SyncBatchNorm(C, dtype=torch.float64), torch.randn(4, C).to(dtype)
     if ranks.rank == 0:
         x[0] = value

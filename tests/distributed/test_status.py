@@ -49,7 +49,7 @@ def model(gpu: SimpleNamespace) -> Model:
 
 
 def layer_of_rank(model: Model, ranks: Ranks) -> syncbn.SyncBatchNorm:
-    """Return another layer on each of the two ranks. A call of this layer is a fault."""
+    """Return bn2 on rank 0 and bn1 on rank 1. If the ranks call these layers, that is a fault."""
     return model.bn1 if ranks.rank else model.bn2
 
 
@@ -57,6 +57,11 @@ def statuses(layer: syncbn.SyncBatchNorm) -> dict[int | None, status.StreamStatu
     """Return the status of each stream for the layer's group. The key None is for streams that capture a CUDA graph."""
     streams = status.status_of(layer._syncbn_site.group_state).streams
     return {stream: stream_status for (_, stream), stream_status in streams.items()}
+
+
+def store_fault(layer: syncbn.SyncBatchNorm, sequence_number: int) -> None:
+    """Store, like a kernel, that the ranks differ in the all_reduce with this sequence number."""
+    statuses(layer)[None].words[FAULT] = 4 * sequence_number + RANKS_DIFFER
 
 
 def error_text(call: Callable[[], object], error: type[Exception] = RanksDifferError) -> str:
@@ -88,7 +93,7 @@ def test_ranks_that_differ_raise_at_the_next_call(ranks: Ranks, gpu: SimpleNames
 
 
 def test_dispatched_kernels_do_not_change_running_statistics_after_a_fault(ranks: Ranks, model: Model) -> None:
-    """The kernels are dispatched under a dispatch mode. The counter still counts."""
+    """CountCollectives is a dispatch mode, so the kernels are dispatched."""
     statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     before = copy.deepcopy(statistics)
     with CountCollectives():
@@ -102,7 +107,7 @@ def test_backwards_of_different_calls_raise_even_if_the_ranks_count_calls_differ
 ) -> None:
     """A rank also counts calls that have raised errors on this rank alone."""
     model.bn1._syncbn_site.num_calls += 7 * ranks.rank
-    for order in ([0, 1], [1, 0], [ranks.rank]):  # Only in the last round do the ranks differ.
+    for order in ([0, 1], [1, 0], [ranks.rank]):  # The ranks differ in the last order only.
         losses = [model.bn1(X).square().sum() for _ in range(2)]
         for index in order:
             losses[index].backward()
@@ -168,7 +173,7 @@ def test_a_layer_refuses_one_value_per_channel_and_sync_batch_stats_accepts_it(r
 def test_a_rank_whose_input_is_not_finite_warns_once(
     ranks: Ranks, model: Model, bad: float, mode: Callable[[], Any]
 ) -> None:
-    """Faults are still detected afterwards. Under the dispatch mode CountCollectives the kernels are dispatched."""
+    """Faults are still detected afterwards."""
     x = torch.randn(4, 3)
     if ranks.rank == 1:
         x[0, 1] = bad
@@ -199,9 +204,9 @@ def test_a_fault_ends_one_group_only(ranks: Ranks, model: Model) -> None:
 
 
 def test_a_fault_in_a_replay_raises_at_the_next_eager_call(ranks: Ranks, model: Model) -> None:
-    """The kernels of a captured graph store a negative number of the layer and pass, because no Python counts calls."""
-    number = status.captured_sequence_number(layer_of_rank(model, ranks)._syncbn_site, "backward")
-    statuses(model.bn1)[None].words[FAULT] = number * 4 + RANKS_DIFFER
+    """A replay runs no Python, so no rank counts its all_reduces. The sequence number identifies layer and pass only."""
+    layer = layer_of_rank(model, ranks)
+    store_fault(layer, status.captured_sequence_number(layer._syncbn_site, "backward"))
     text = error_text(lambda: model(X))
     assert "rank 0: in bn2 backward, in a CUDA graph" in text
     assert "rank 1: in bn1 backward, in a CUDA graph" in text
@@ -251,17 +256,17 @@ def test_the_watchdog_logs_a_fault_of_the_last_step_when_the_group_ends(
 def test_the_error_names_a_rank_that_does_not_answer(
     ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here only the kernel of rank 0 stores a fault, so that rank 1 writes no report."""
+    """Here only rank 0 has a fault, so rank 1 writes no report."""
     play(monkeypatch, answer_seconds=0.5)
     if ranks.rank == 0:
-        statuses(model.bn1)[None].words[FAULT] = model.bn1._syncbn_site.group_state.num_collectives * 4 + RANKS_DIFFER
+        store_fault(model.bn1, model.bn1._syncbn_site.group_state.num_collectives)
         text = error_text(lambda: model(X))
         assert "rank 0: in bn1 backward, call 1\nrank 1: has not answered within 0.5 s\nWhere the ranks are" in text
 
 
 def test_a_long_wait_on_the_gpu_is_reported(ranks: Ranks, gpu: SimpleNamespace, reports: Reports) -> None:
-    """The report names the oldest all_reduce that the GPU has not ended, even if the host is ahead. The wait in the
-    next all_reduce begins when the GPU reaches that."""
+    """The report names the oldest all_reduce that the GPU has not ended, even if the host is ahead. The wait for the
+    next all_reduce begins when the GPU has ended the previous one."""
     model = Model()
     model(X)
     model(X)
