@@ -73,7 +73,7 @@ def freed_tensor(*shape: int) -> Tensor:
         ("weight", nested_tensor(), "weight is a NestedTensor; pass weight.values()"),
         ("running_var", nn.UninitializedBuffer(), "shape of an uninitialized parameter or buffer"),
         ("mask", X > 0, "(the input's (2, 3, 4) without the channel dim; a dim of size 1 is broadcast)"),
-        # Without a check the kernel of this rank would fail after the all_reduce, when the other ranks go on.
+        # Without a check the kernel of this rank would fail after the all_reduce, and the other ranks would continue.
         ("input", freed_tensor(2, C, 4), "the storage of a tensor was freed"),
         ("running_mean", freed_tensor(C), "the storage of a tensor was freed"),
     ],
@@ -88,19 +88,10 @@ def test_a_bad_argument_raises_on_every_rank(ranks: Ranks, name: str, bad: objec
     sync_batch_norm(**arguments)  # The group can still be used.
 
 
-@pytest.mark.parametrize(
-    ("name", "bad", "text"),
-    [
-        ("input", X[..., :1], "expected grad_output of the input's shape"),
-        ("mean", torch.ones(2), "expected mean of shape (3,), as the input has 3 channels"),
-    ],
-)
-def test_a_bad_argument_of_batch_norm_backward_raises_on_every_rank(
-    ranks: Ranks, name: str, bad: Tensor, text: str
-) -> None:
-    arguments = {"grad_output": X, "input": X, "mean": torch.zeros(C), "invstd": torch.ones(C)}
-    with raises_on_all_ranks(ranks, text, {}):
-        batch_norm_backward(**(arguments | {name: bad} if ranks.rank == 0 else arguments))
+def test_a_bad_argument_of_batch_norm_backward_raises_on_every_rank(ranks: Ranks) -> None:
+    mean = torch.zeros(C if ranks.rank else 2)
+    with raises_on_all_ranks(ranks, "expected mean of shape (3,), as the input has 3 channels", {}):
+        batch_norm_backward(X, X, mean, torch.ones(C))
 
 
 @pytest.mark.parametrize(("name", "known"), [("SYNCBN_KERNELS", "reference"), ("SYNCBN_CHECKS", "0")])

@@ -204,7 +204,7 @@ def test_a_fault_ends_one_group_only(ranks: Ranks, model: Model) -> None:
 
 
 def test_a_fault_in_a_replay_raises_at_the_next_eager_call(ranks: Ranks, model: Model) -> None:
-    """A replay runs no Python, so no rank counts its all_reduces. The sequence number identifies layer and pass only."""
+    """A replay runs no Python that could count all_reduces, so the sequence number identifies only layer and pass."""
     layer = layer_of_rank(model, ranks)
     store_fault(layer, status.captured_sequence_number(layer._syncbn_site, "backward"))
     text = error_text(lambda: model(X))
