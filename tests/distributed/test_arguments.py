@@ -7,6 +7,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -192,8 +193,7 @@ def test_errors_need_neither_numpy_nor_the_default_device(ranks: Ranks, monkeypa
         layer(X if ranks.rank else X.mT)
 
 
-# Inputs that are not finite, or whose squares are not. They raise no error: statistics become infinite or NaN, as in
-# torch.
+# Inputs that are not finite, or whose squares are not finite. The statistics then become infinite or NaN, as in torch.
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, CountCollectives])  # CountCollectives: dispatched kernels
@@ -202,14 +202,13 @@ def test_errors_need_neither_numpy_nor_the_default_device(ranks: Ranks, monkeypa
     [
         (torch.bfloat16, 3e38, "or torch.bfloat16 values beyond about 1e19, whose squares overflow, the"),
         (torch.float64, 1e200, "or torch.float64 values beyond about 1e154, whose squares overflow, the"),
-        (torch.float32, 3e38, None),
+        (torch.float32, 3e38, None),  # The squares are finite, because the C++ kernels compute them in float64.
         (torch.float32, torch.nan, "has NaN or infinity, the"),
     ],
 )
 def test_the_rank_whose_sums_are_not_finite_warns_once(
-    ranks: Ranks, dtype: torch.dtype, value: float, cause: str | None,
-    mode: Callable[[], contextlib.AbstractContextManager],
-) -> None:  # fmt: skip
+    ranks: Ranks, dtype: torch.dtype, value: float, cause: str | None, mode: Callable[[], Any]
+) -> None:
     if value == 3e38 and "C++" not in available():
         pytest.skip("other kernels may compute squares in another dtype")
     layer, x = syncbn.SyncBatchNorm(C, dtype=torch.float64), torch.randn(4, C).to(dtype)
@@ -230,7 +229,7 @@ def test_the_rank_whose_sums_are_not_finite_warns_once(
 
 
 def test_nan_of_one_rank_makes_all_ranks_warn_in_the_next_layer(ranks: Ranks) -> None:
-    """Each layer warns once. The first warning of a process is followed by the remedy."""
+    """Each layer warns once. A remedy follows the first warning of a process."""
     warn_once.cache_clear()
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(C), nn.BatchNorm1d(C)))
     with warnings.catch_warnings(record=True, action="always") as caught:

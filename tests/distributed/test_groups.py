@@ -146,9 +146,9 @@ def test_a_second_conversion_keeps_the_group_unless_another_is_given(ranks: Rank
     assert synchronises_all(model[0], ranks)
 
 
-@pytest.mark.parametrize("in_group", [True, False])
-def test_a_conversion_of_nn_syncbatchnorm_and_its_revert_keep_the_group(ranks: Ranks, in_group: bool) -> None:
-    group = dist.new_group() if in_group else dist.new_group([0])
+@pytest.mark.parametrize("is_member", [True, False])
+def test_a_conversion_of_nn_syncbatchnorm_and_its_revert_keep_the_group(ranks: Ranks, is_member: bool) -> None:
+    group = dist.new_group() if is_member else dist.new_group([0])  # NON_GROUP_MEMBER on all ranks but rank 0
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.SyncBatchNorm(C, process_group=group)))
     assert model[0].process_group == group
     assert syncbn.revert_syncbn_model(model)[0].process_group is group

@@ -176,8 +176,8 @@ def test_a_caught_error_does_not_keep_the_group(ranks: Ranks, fault: str) -> Non
 
 
 def test_a_second_error_with_the_same_total_has_its_own_text(ranks: Ranks) -> None:
-    """Ranks exchange the texts under a key that is a digest of the total. Both faults have equal totals, and rank 0 is
-    late to write its second text, so the other ranks would read the first text again if it were not deleted."""
+    """Ranks exchange the texts under a digest of the total. Here two faults have equal totals, and rank 0 is late to
+    write its second text. If the first text were not deleted, the other ranks would read that text again."""
     rank = watchdog.this_rank()
     store = rank.store
     if ranks.rank == 0:
