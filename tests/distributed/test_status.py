@@ -213,13 +213,14 @@ def test_a_fault_in_a_replay_raises_at_the_next_eager_call(ranks: Ranks, model: 
 
 
 def test_a_capture_allocates_no_status(ranks: Ranks, gpu: SimpleNamespace) -> None:
-    """CUDA refuses the allocation of pinned memory during a capture. Kernels use the status of another stream."""
-    layer = Model().bn1
+    """CUDA refuses the allocation of pinned memory during a capture. Kernels use the status of another stream, if there
+    is one."""
+    layer, num_statuses = Model().bn1, []
     for stream in (None, 7, None):  # None is a capturing stream.
         gpu.stream = stream
         layer(X).sum().backward()
-    assert statuses(layer)[None] is statuses(layer)[7]
-    assert len(statuses(layer)) == 2
+        num_statuses.append(len({*statuses(layer).values()}))
+    assert num_statuses == [0, 1, 1]
 
 
 # The watchdog.
