@@ -14,6 +14,7 @@ import torch.distributed as dist
 import voting
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from voting import Ranks
 
 import syncbn
@@ -139,6 +140,18 @@ def test_a_rank_may_replace_a_model(ranks: Ranks, replace: Callable[[nn.Module],
 
 
 @on_either_rank
+def test_ranks_may_replace_models_in_turn(ranks: Ranks, changed_rank: int) -> None:
+    """Each fold of a cross-validation builds new models. One rank replaces them twice, then each rank once."""
+    for _ in range(3):
+        models = build(), build()
+        for step in range(4 + ranks.size):
+            replaces_twice = ranks.rank == changed_rank and step in (1, 2)
+            if replaces_twice or step == 4 + ranks.rank:
+                models = copy.deepcopy(models)
+            train(*models)
+
+
+@on_either_rank
 @pytest.mark.parametrize("order", ["in order", "in reverse", "in reverse, with a second derivative"])
 def test_a_rank_may_replace_a_model_between_a_forward_and_its_backward(
     ranks: Ranks, order: str, changed_rank: int
@@ -188,6 +201,31 @@ def test_a_rank_may_wrap_a_model_and_evaluate_other_models(ranks: Ranks, changed
     train(called, second)
 
 
+@on_either_rank
+@pytest.mark.parametrize("counted", ["A", "AA", "AB"])
+def test_a_rank_may_count_the_flops_of_its_models_at_first(ranks: Ranks, counted: str, changed_rank: int) -> None:
+    """The calls with fake tensors give the models numbers on which the ranks have not agreed."""
+    models = {"A": build(), "B": build()}
+    if ranks.rank == changed_rank:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            for letter in counted:
+                models[letter](mode.from_tensor(random_batch()))
+    train(models["B"], models["A"])
+    train(models["B"], models["A"])
+
+
+def test_a_layer_may_be_called_several_times_in_a_step() -> None:
+    """Two models share layers, checkpointing recomputes layers, and a loss is differentiated twice."""
+    first, second = build(), build()
+    train(first, second, nn.Sequential(first[1], nn.Linear(3, 3), second[1], first[1]))
+    for use_reentrant in (True, False):
+        y = checkpoint(first, random_batch(), use_reentrant=use_reentrant)
+        checkpoint(second, y, use_reentrant=use_reentrant).sum().backward()
+    losses = [first(random_batch()).square().sum() for _ in range(2)]
+    for loss in losses * 2:
+        loss.backward(retain_graph=True)
+
+
 @pytest.mark.compiles
 @on_either_rank
 def test_a_rank_may_compile_its_models_at_first(ranks: Ranks, changed_rank: int) -> None:
@@ -200,3 +238,17 @@ def test_a_rank_may_compile_its_models_at_first(ranks: Ranks, changed_rank: int)
     train(*called)
     train(second, first, build(), second, first)
     train(*called)
+
+
+@pytest.mark.compiles
+def test_backwards_agree_after_one_rank_has_made_a_compiled_call(ranks: Ranks) -> None:
+    """A compiled call is not counted, so the ranks have different counts from then on."""
+    model = build()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    models = [model, compiled if ranks.rank else model, model]
+    losses = [called(random_batch()).square().sum() for called in models]
+    for loss in losses[::-1] + losses:
+        loss.backward(retain_graph=True)
+    losses = [model(random_batch()).square().sum() for _ in range(2)]
+    with pytest.raises(RanksDifferError, match="differentiate different calls"):
+        losses[ranks.rank != 0].backward()
