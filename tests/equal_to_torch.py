@@ -51,16 +51,6 @@ def strided_copy(tensor: Tensor) -> Tensor:
     return torch.stack((tensor, tensor), -1)[..., 0]
 
 
-def negative_view(tensor: Tensor) -> Tensor:
-    """Return a view with the same values of memory with the negative values, as the imaginary part of x.conj() is."""
-    return torch._neg_view(-tensor)
-
-
-def zero_tensor(tensor: Tensor) -> Tensor:
-    """Return zeros without memory. Autograd passes such gradients."""
-    return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype)
-
-
 def escaped(tensor: Tensor) -> Tensor:
     """Return a wrapper of torch.func.grad that has outlived the transform. The wrapper has no memory of its own."""
     wrappers: list[Tensor] = []
@@ -73,11 +63,12 @@ def escaped(tensor: Tensor) -> Tensor:
     return wrappers[0]
 
 
-# Direct kernels, which get addresses, cannot read these tensors without a copy or another kind of kernel.
-UNREADABLE: dict[str, Callable[[Tensor], Tensor]] = {
-    "non-dense": strided_copy,
-    "negative": negative_view,
-    "zero": zero_tensor,
-    "wrapped": escaped,
-    "subclass": lambda tensor: tensor.as_subclass(Image),
-}
+def unreadable_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """Return tensors with the same values, or zeros, that kernels cannot read at an address without a conversion."""
+    return {
+        "non-dense": strided_copy(tensor),
+        "negative view": torch._neg_view(-tensor),
+        "zero tensor": torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),  # has no memory
+        "wrapper": escaped(tensor),
+        "subclass": tensor.as_subclass(Image),
+    }

@@ -41,17 +41,10 @@ class TensorImage(MetaImage):
         return getattr(arguments[0], "metadata", None)
 
 
-class ParameterSubclass(nn.Parameter):
-    """A subclass of Parameter. torch disables `__torch_function__` for parameters."""
-
-
 def as_class(tensor: Tensor, subclass: type[Tensor], metadata: str | None = None) -> Tensor:
     """Return a copy of the tensor in this class, with the metadata if it is a MetaImage. The copy of a Parameter is a
     Parameter."""
-    copied = tensor.detach().clone()
-    if issubclass(subclass, nn.Parameter):
-        return subclass(copied)
-    copied = copied.as_subclass(subclass)
+    copied = tensor.detach().clone().as_subclass(subclass)
     copied = nn.Parameter(copied) if isinstance(tensor, nn.Parameter) else copied
     if isinstance(copied, MetaImage):
         copied.metadata = metadata

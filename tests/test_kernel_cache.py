@@ -1,13 +1,9 @@
 """Tests that a call gets the kernels of its own tensors, options and mode, whichever kernels are cached.
 
-FAST and DISPATCHED are the table of which calls take the fast path. There, the second call gets cached kernels.
+FAST and DISPATCHED are the table of the calls that take the fast path, and of those that get dispatched kernels.
 """
 
-import contextlib
-import gc
-import itertools
-import weakref
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from equal_to_torch import UNREADABLE, assert_values_close, clear_kernel_caches, strided_copy
+from equal_to_torch import assert_values_close, clear_kernel_caches, strided_copy, unreadable_tensors
 from tensor_subclasses import plain
 from torch import Tensor, nn
 
@@ -31,7 +27,7 @@ def empty_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     clear_kernel_caches(monkeypatch)
 
 
-# A call of the function. The sizes are equal, so that any dim may be that of the channels.
+# The arguments of a call. The sizes of x are equal, so that any dim may be the channel dim.
 X, Z = torch.randn(2, 3, 3, 3, 3, generator=torch.Generator().manual_seed(0))
 X_LAST, Z_LAST = (tensor.to(memory_format=torch.channels_last) for tensor in (X, Z))
 BASE: dict[str, Any] = {
@@ -44,14 +40,14 @@ PER_CHANNEL = *BUFFERS, "weight", "bias"
 
 
 def arguments(**changed: object) -> dict[str, Any]:
-    """Return BASE with the `changed` arguments, and with copies of its tensors."""
+    """Return the `changed` arguments, and copies of the other arguments in BASE."""
     copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in BASE.items()}
     return copies | changed
 
 
 def check_step(given: dict[str, Any]) -> Tensor:
     """Train a step and return the output. Output, gradients and buffers must be those of F.batch_norm in float64."""
-    # Outside of its transform a wrapper of torch.func has no gradient.
+    # A wrapper of torch.func gets no gradient outside of the transform. Adding 0 gives a zero tensor memory.
     names = [n for n in ("input", "weight", "bias", "z") if given[n] is not None and not is_wrapped(given[n])]
     wide = {name: value.detach().double() + 0 if isinstance(value, Tensor) else value for name, value in given.items()}
     for name in names:
@@ -93,7 +89,7 @@ def num_selections() -> int:
     return forward.hits + forward.misses + backward.hits + backward.misses
 
 
-# Arguments that differ from BASE. With each a call takes the fast path.
+# Arguments that differ from BASE. A call with an entry of FAST takes the fast path.
 FAST: dict[str, dict[str, object]] = {
     "shape of x": {"input": torch.randn(4, 3, 3, 3), "z": torch.randn(4, 3, 3, 3)},
     "dims of x": {"input": X[0], "z": None},
@@ -110,12 +106,12 @@ FAST: dict[str, dict[str, object]] = {
     "relu, no z": {"fuse_relu": True, "z": None},  # Backward computes the mask from x.
     "mask": {"mask": torch.ones(3, dtype=torch.bool)},
 }
-# With each of these arguments a call gets dispatched kernels.
+# A call with an entry of DISPATCHED gets dispatched kernels.
 DISPATCHED: dict[str, dict[str, object]] = {
     "momentum is a tensor": {"momentum": torch.tensor(0.5)},
     "NumPy": {"eps": np.float64(1.0), "momentum": np.float32(0.25), "fuse_relu": np.bool_(False)},
 }
-# Each of these arguments is refused with an error of the class.
+# A call with an entry of REFUSED raises an error of the class.
 REFUSED: dict[str, tuple[dict[str, object], type[Exception]]] = {
     "channels of x": ({"input": torch.randn(3, 4, 3, 3), "z": torch.randn(3, 4, 3, 3)}, ValueError),
     "shape of z": ({"z": Z[:1]}, ValueError),
@@ -123,22 +119,22 @@ REFUSED: dict[str, tuple[dict[str, object], type[Exception]]] = {
 }
 for name in PER_CHANNEL:
     FAST[f"dtype of {name}"] = {name: BASE[name].half()}
-    # If the input is in channels_last, the backward of torch 2.13 on CPUs reads non-dense tensors as if contiguous.
+    # With an input in channels_last, the backward of torch 2.13 on CPUs would read the tensor as if it were contiguous.
     non_dense = {"input": X_LAST, "z": Z_LAST, name: strided_copy(BASE[name])}
     DISPATCHED[f"non-dense {name}, strides of x and z"] = non_dense
     REFUSED[f"integers in {name}"] = {name: BASE[name].int()}, TypeError
     REFUSED[f"shape of {name}"] = {name: torch.ones(4)}, ValueError
     REFUSED[f"device of {name}"] = {name: BASE[name].to("meta")}, ValueError
-for kind, change in UNREADABLE.items():
-    for name in ("z", "weight", "bias") if kind == "zero" else ("input", "z", *PER_CHANNEL):
-        is_copied = kind == "non-dense" and name in ("input", "z")
-        calls = FAST if is_copied or kind == "subclass" else DISPATCHED
-        calls[f"{kind} {name}"] = {name: change(BASE[name])}
+for name in ("input", "z", *PER_CHANNEL):
+    for kind, tensor in unreadable_tensors(BASE[name]).items():
+        is_converted = kind == "subclass" or (kind == "non-dense" and name in ("input", "z"))
+        if kind != "zero tensor" or name in ("z", "weight", "bias"):
+            (FAST if is_converted else DISPATCHED)[f"{kind}: {name}"] = {name: tensor}
 
 
 @pytest.mark.parametrize("changed", FAST.values(), ids=FAST)
-def test_a_call_that_differs_from_cached_calls_takes_the_fast_path(changed: dict[str, object]) -> None:
-    """Kernels for other dtypes or addresses must not run. The third call gets cached kernels."""
+def test_a_call_that_differs_from_cached_calls_gets_cached_kernels_of_its_own(changed: dict[str, object]) -> None:
+    """The cached kernels of other calls are for other dtypes, strides or options."""
     for _ in range(2):
         check_step(arguments())
         assert took_fast_path(check_step(arguments(**changed)))
@@ -160,7 +156,7 @@ def test_an_invalid_argument_is_refused_although_kernels_are_cached(
 ) -> None:
     check_step(arguments())
     sync_batch_norm(**arguments())  # A forward without gradients caches other kernels.
-    for _ in range(2):  # The first call must cache nothing that would let the second pass.
+    for _ in range(2):  # The first refused call must cache nothing that the second call would get.
         with pytest.raises(error):
             sync_batch_norm(**arguments(**changed))
     check_step(arguments())
@@ -168,20 +164,18 @@ def test_an_invalid_argument_is_refused_although_kernels_are_cached(
 
 def test_a_layer_checks_dims_and_channels_although_kernels_are_cached() -> None:
     layer = syncbn.SyncBatchNorm2d(3, affine=False, track_running_stats=False)
-    for _ in range(2):
+    layer(X)
+    with pytest.raises(ValueError, match="expected 4D input"):
+        layer(X[0])
+    with pytest.raises(ValueError, match="expected 3 channels"):
+        layer(torch.randn(3, 4, 3, 3))
+    layer._check_input_dim = Mock(side_effect=ValueError("refused by the check of a user"))
+    with pytest.raises(ValueError, match="check of a user"):
         layer(X)
-        with pytest.raises(ValueError, match="expected 4D input"):
-            layer(X[0])
-        with pytest.raises(ValueError, match="expected 3 channels"):
-            layer(torch.randn(3, 4, 3, 3))
-    layer._check_input_dim = Mock(side_effect=ValueError("refused by the user's own check"))
-    for _ in range(2):
-        with pytest.raises(ValueError, match="own check"):
-            layer(X)
 
 
 def test_kernels_are_cached_for_a_tensor_in_two_roles() -> None:
-    """The residual and dy are the input, and the bias is the weight. torch's guards accept no tensor twice."""
+    """The residual and dy are the input, and the bias is the weight. A guard of torch accepts no tensor twice."""
     layer, expected = syncbn.SyncBatchNorm1d(3, fuse_relu=True), nn.BatchNorm1d(3)
     layer.bias, expected.bias = layer.weight, expected.weight
     for _ in range(3):
@@ -195,61 +189,27 @@ def test_kernels_are_cached_for_a_tensor_in_two_roles() -> None:
     torch.testing.assert_close(layer.state_dict(), expected.state_dict())
 
 
-# How torch runs when kernels are cached, and when they are used.
-MODES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
-    "no mode": contextlib.nullcontext,
-    "no gradients": torch.no_grad,
-    "inference": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu"),
-}
-# Names of the tensors that were made in inference mode. Autograd refuses to save or to update them outside of it.
-INFERENCE_TENSORS = (), ("input",), BUFFERS
-STATES = [*itertools.product(MODES, INFERENCE_TENSORS)]
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu")]
 
 
-def train_in(mode: str, inference_tensors: tuple[str, ...]) -> tuple[str, list[Tensor]]:
-    """Return the error, or "", and the tensors: buffers and, without an error, the output and gradients."""
-    given = arguments(weight=BASE["weight"].clone().requires_grad_())
-    with torch.inference_mode():
-        given |= {name: given[name].clone() for name in inference_tensors}
-    results = [given[name] for name in BUFFERS]
-    try:
-        with MODES[mode]():
-            y = sync_batch_norm(**given)
-    except (RuntimeError, ValueError) as error:
-        return str(error), results
-    return "", [*results, y, *(torch.autograd.grad(y, given["weight"], Z) if y.requires_grad else ())]
-
-
-@pytest.mark.parametrize(("mode", "inference_tensors"), STATES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode_of_cached_call", MODES)
 def test_a_call_does_not_depend_on_the_mode_of_cached_calls(
-    mode: str, inference_tensors: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    mode: Any, mode_of_cached_call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected_error, expected = train_in(mode, inference_tensors)
-    for state in STATES:
-        clear_kernel_caches(monkeypatch)
-        train_in(*state)
-        error, actual = train_in(mode, inference_tensors)
-        assert error == expected_error, state
-        torch.testing.assert_close(actual, expected)
-
-
-def test_caches_keep_no_tensor_layer_or_class_alive() -> None:
-    """A cache may have thousands of entries."""
-
-    def run(**attributes: object) -> list[weakref.ref[object]]:
-        layer_class = type("LocalClass", (syncbn.SyncBatchNorm1d,), attributes)
-        layer, tensors = layer_class(3, fuse_relu=True), [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
-        layer(*tensors).sum().backward()
-        return [weakref.ref(each) for each in (layer_class, layer, *tensors, *layer.parameters(), *layer.buffers())]
-
-    references = run() + run(_check_input_dim=lambda layer, x: None)
-    gc.collect()
-    assert {reference() for reference in references} == {None}
+    """The arguments are created in the mode, so some are inference tensors. distributed/test_arguments.py tests which
+    inference tensors are refused in other modes."""
+    expected = check_step(arguments())
+    clear_kernel_caches(monkeypatch)
+    with mode_of_cached_call():
+        sync_batch_norm(**arguments())
+    with mode():
+        torch.testing.assert_close(sync_batch_norm(**arguments()), expected)
+    check_step(arguments())
 
 
 def test_a_cache_is_bounded() -> None:
-    """Batches of ever new shapes would fill the memory."""
+    """Otherwise batches that always have a new shape would fill the memory."""
     cache = kernel_cache.Cache(lambda *_: "kernels")
     for key in range(kernel_cache.MAX_KEYS):
         cache.get(key, (torch.ones(3),))

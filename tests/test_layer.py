@@ -112,17 +112,20 @@ def test_repr_contains_the_options_that_differ_from_their_defaults() -> None:
 
 
 def test_a_layer_that_cannot_synchronise_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun has started the process, but there is no process group; or nn.DataParallel replicates the layer."""
-    layer, x = syncbn.SyncBatchNorm(3), torch.randn(4, 3)
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    """torchrun has started the process, but there is not a process group; or the layer is in nn.DataParallel."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # nn.DataParallel would use the GPUs.
     monkeypatch.setattr(groups, "missing_group_is_known", False)
-    with pytest.warns(UserWarning, match=r"not synchronising: WORLD_SIZE is 4 but .*init_process_group\(\) before"):
-        layer(x)
-    layer(x)  # pytest turns warnings into errors.
+    monkeypatch.setenv("WORLD_SIZE", "4")
     warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="not synchronising: .* nn.DataParallel.*Use DistributedDataParallel"):
-        layer._replicate_for_data_parallel()
-    layer._replicate_for_data_parallel()
+    layer, x = syncbn.SyncBatchNorm(3), torch.randn(4, 3)
+    no_group = r"not synchronising: WORLD_SIZE is 4 but .*init_process_group\(\) before"
+    in_threads = "not synchronising: the layer runs in nn.DataParallel.*Use DistributedDataParallel"
+    with pytest.warns(UserWarning, match=no_group), pytest.warns(UserWarning, match=in_threads):
+        nn.DataParallel(layer)(x)
+    nn.DataParallel(layer)(x)  # pytest turns warnings into errors.
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=in_threads):
+        layer._replicate_for_data_parallel()  # nn.DataParallel calls this method for several GPUs.
 
 
 def test_one_rank_without_kernels_has_the_bits_of_torch(syncbn_kernels: str) -> None:

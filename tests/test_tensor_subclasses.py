@@ -11,16 +11,14 @@ import pytest
 import torch
 from equal_to_torch import Layer, assert_values_close, compare_with_torch, layer_pair
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
-from tensor_subclasses import Image, MetaImage, ParameterSubclass, TensorImage, as_class, plain
+from tensor_subclasses import Image, MetaImage, TensorImage, as_class, plain
 from torch import Tensor, nn
 from training import step
 
-import syncbn
 from syncbn.functional import batch_norm_backward
 
 SHAPE = 4, 3, 5, 2
-PER_CHANNEL = "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
-ROLES = "input", "z", *PER_CHANNEL
+ROLES = "input", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 
 
 @pytest.fixture(autouse=True)
@@ -29,37 +27,27 @@ def seed() -> None:
 
 
 CASES = [
-    *(((role,), MetaImage) for role in ROLES), *((ROLES, subclass) for subclass in (Image, MetaImage, TensorImage)),
-    (("weight",), ParameterSubclass),
-]  # fmt: skip
+    *((nn.BatchNorm2d, (role,), MetaImage) for role in ROLES),
+    *((nn.BatchNorm2d, ROLES, subclass) for subclass in (Image, MetaImage, TensorImage)),
+    # The forward of a converted subclass of nn.BatchNorm2d runs under a TorchFunctionMode.
+    *((layer_class, ("input",), TensorImage) for layer_class in (BatchNormAct2d, CallsSuper2d)),
+]
 
 
-@pytest.mark.parametrize(("roles", "subclass"), CASES)
-def test_a_tensor_of_a_subclass_in_each_role(roles: tuple[str, ...], subclass: type[Tensor]) -> None:
+@pytest.mark.parametrize(("layer_class", "roles", "subclass"), CASES)
+def test_a_tensor_of_a_subclass_in_each_role(
+    layer_class: type[nn.BatchNorm2d], roles: tuple[str, ...], subclass: type[Tensor]
+) -> None:
     """Buffers keep their class when they are updated. In-place operations work after the layer."""
     x = as_class(torch.randn(SHAPE), subclass if "input" in roles else Tensor, "of x")
-    z = as_class(torch.randn(SHAPE), subclass if "z" in roles else Tensor, "of z")
 
-    def run(layer: Layer) -> dict[str, Tensor]:
-        for name in {*PER_CHANNEL}.intersection(roles):
+    def run(layer: Layer) -> list[object]:
+        for name in {*roles} - {"input"}:
             setattr(layer, name, as_class(getattr(layer, name), subclass, f"of {name}"))
+        model = layer if layer_class is BatchNormAct2d else nn.Sequential(layer, nn.ReLU(inplace=True))
+        return [step(model, layer, x), step(model, layer, x), step(model.eval(), layer, x)]
 
-        def call(x: Tensor) -> Tensor:
-            y = layer(x, z) if isinstance(layer, syncbn.SyncBatchNorm) else layer(x) + z
-            return y.relu_()
-
-        step(call, layer, x)
-        return step(call, layer, x)
-
-    compare_with_torch(run)
-
-
-def train(layer: Layer, x: Tensor) -> dict[str, Tensor]:
-    return step(layer, layer, x)
-
-
-def evaluate(layer: Layer, x: Tensor) -> dict[str, Tensor]:
-    return step(layer.eval(), layer, x)
+    compare_with_torch(run, layer_class)
 
 
 def differentiate_twice(layer: Layer, x: Tensor) -> dict[str, Tensor]:
@@ -75,19 +63,12 @@ def compile_and_train(layer: Layer, x: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # Dynamo warns
-@pytest.mark.parametrize(
-    ("use", "layer_class"),
-    [
-        (differentiate_twice, nn.BatchNorm2d), (compile_and_train, nn.BatchNorm2d),
-        # The forward of a converted subclass runs under a TorchFunctionMode.
-        (train, BatchNormAct2d), (train, CallsSuper2d), (evaluate, BatchNormAct2d), (evaluate, CallsSuper2d),
-    ],
-)  # fmt: skip
-def test_an_input_of_a_subclass_in_other_uses(
-    use: Callable[[Any, Tensor], dict[str, Tensor]], layer_class: type[nn.BatchNorm2d]
+@pytest.mark.parametrize("use", [differentiate_twice, compile_and_train])
+def test_an_input_of_a_subclass_in_second_derivatives_and_compiled_graphs(
+    use: Callable[[Any, Tensor], dict[str, Tensor]],
 ) -> None:
     x = as_class(torch.randn(SHAPE), TensorImage, "of x")
-    compare_with_torch(lambda layer: use(layer, x), layer_class)
+    compare_with_torch(lambda layer: use(layer, x))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
