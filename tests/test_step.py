@@ -50,7 +50,6 @@ def train_steps(layer: Layer, x: Tensor, **tensors: Tensor) -> None:
         {"momentum": None, "num_batches_tracked": None},  # The running statistics stop moving.
         {"num_batches_tracked": torch.tensor(7, dtype=torch.int32)},
         {"weight": nn.Parameter(torch.tensor([3.0, 2.0, 1.0]))},
-        {"weight": nn.Parameter(torch.tensor([3.0, 2.0, 1.0]), requires_grad=False)},
         {"bias": None},
         {"running_var": torch.tensor([3.0, 2.0, 1.0])},
         {"running_mean": None, "running_var": None},
@@ -67,6 +66,19 @@ def test_an_attribute_that_is_set_between_calls_takes_effect(attributes: dict[st
         for name, value in copy.deepcopy(attributes).items():
             setattr(layer, name, value)
         return step(layer, layer, next_x) | {"evaluation": layer.eval()(next_x)}
+
+    compare_with_torch(run)
+
+
+def test_a_parameter_may_be_frozen_and_trained_again() -> None:
+    x = torch.randn(SHAPE)
+
+    def run(layer: Layer) -> list[dict[str, Tensor | None]]:
+        results = []
+        for requires_grad in (False, True, False):
+            layer.weight.requires_grad_(requires_grad)
+            results.append(step(layer, layer, x))
+        return results
 
     compare_with_torch(run)
 
@@ -245,7 +257,7 @@ def test_a_backward_refuses_freed_storage(
 
 
 def test_two_threads_may_be_in_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both threads are between the local sums and the outputs of a pass, so kernels must not keep the data of a call."""
+    """Both threads are between the local sums and the outputs of a pass. Kernels must not keep the data of a call."""
     (first, first_copy), (second, second_copy), batches = layer_pair(), layer_pair(), torch.randn(2, *SHAPE)
     expected = [step(first, first, batches[0]), step(second, second, batches[1])]
     barrier = threading.Barrier(2, timeout=300)
