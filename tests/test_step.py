@@ -70,13 +70,14 @@ def test_an_attribute_that_is_set_between_calls_takes_effect(attributes: dict[st
     compare_with_torch(run)
 
 
-def test_a_parameter_may_be_frozen_and_trained_again() -> None:
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_may_be_frozen_and_trained_again(name: str) -> None:
     x = torch.randn(SHAPE)
 
     def run(layer: Layer) -> list[dict[str, Tensor | None]]:
         results = []
         for requires_grad in (False, True, False):
-            layer.weight.requires_grad_(requires_grad)
+            layer.get_parameter(name).requires_grad_(requires_grad)
             results.append(step(layer, layer, x))
         return results
 
