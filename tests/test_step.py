@@ -48,7 +48,7 @@ def train_steps(layer: Layer, x: Tensor, **tensors: Tensor) -> None:
         {"momentum": 0.7},
         {"momentum": None},
         {"momentum": None, "num_batches_tracked": None},  # The running statistics stop moving.
-        {"num_batches_tracked": torch.tensor(7, dtype=torch.int32)},
+        {"momentum": None, "num_batches_tracked": torch.tensor([7, 9], dtype=torch.int32)[0]},  # C reads int64.
         {"weight": nn.Parameter(torch.tensor([3.0, 2.0, 1.0]))},
         {"bias": None},
         {"running_var": torch.tensor([3.0, 2.0, 1.0])},
