@@ -112,7 +112,7 @@ def ranks_start_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(testing, "START_METHOD", "forkserver")
 
 
-GROUP_TIMEOUT = timedelta(seconds=77)  # differs from all defaults of torch
+GROUP_TIMEOUT = timedelta(seconds=77)  # This value is not a default of torch.
 
 
 @pytest.fixture

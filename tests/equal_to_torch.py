@@ -18,7 +18,7 @@ Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
 
 
 def clear_kernel_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty the caches of kernels. `kernel_cache` has its old entries again after the test."""
+    """Empty the caches of kernels until the end of the test."""
     for kernels in (ForwardKernels, BackwardKernels):
         kernels.cached.cache_clear()
     for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache):
@@ -64,7 +64,7 @@ def escaped(tensor: Tensor) -> Tensor:
 
 
 def unreadable_tensors(tensor: Tensor) -> dict[str, Tensor]:
-    """Return tensors with the same values, or zeros, that kernels cannot read at an address without a conversion."""
+    """Return tensors with the same values, or zeros, that direct kernels cannot read without a conversion."""
     return {
         "non-dense": strided_copy(tensor),
         "negative view": torch._neg_view(-tensor),

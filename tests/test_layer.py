@@ -57,12 +57,12 @@ INPUTS = NEEDS_NO_COPY | NEEDS_COPY
 
 
 @pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("profiled", [False, True])  # the fast path, and dispatched kernels
+@pytest.mark.parametrize("profiled", [False, True], ids=["fast path", "dispatched kernels"])
 @pytest.mark.parametrize("fuse_relu", [False, True])
 def test_outputs_have_the_strides_of_torch_and_dense_inputs_are_not_copied(
     name: str, profiled: bool, fuse_relu: bool
 ) -> None:
-    """A `view` after the layer must work in training and in evaluation."""
+    """A `view` that works after nn.BatchNorm must work after the layer."""
     x = INPUTS[name]
     for training, z in itertools.product([True, False], [None, x, x.contiguous()]):
         layer = syncbn.SyncBatchNorm(x.shape[1], fuse_relu=fuse_relu).train(training)
@@ -70,8 +70,9 @@ def test_outputs_have_the_strides_of_torch_and_dense_inputs_are_not_copied(
             y = layer(x, z)
         expected = F.batch_norm(x, layer.running_mean.clone(), layer.running_var.clone(), training=training)
         assert all(y.stride(dim) == expected.stride(dim) for dim in range(x.ndim) if x.shape[dim] > 1)
-        saved = getattr(y.grad_fn, "saved_tensors", None)
-        assert saved is None or (saved[0].data_ptr() == x.data_ptr()) == (name in NEEDS_NO_COPY)
+        if hasattr(y.grad_fn, "saved_tensors"):  # F.batch_norm and the relu of an evaluation hide what they save.
+            is_x_itself = y.grad_fn.saved_tensors[0].data_ptr() == x.data_ptr()
+            assert is_x_itself == (name in NEEDS_NO_COPY)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
@@ -88,7 +89,7 @@ def test_evaluation_reads_a_per_channel_tensor_that_is_not_dense(name: str) -> N
 
 @pytest.mark.parametrize("channel_last", [False, True])
 def test_an_output_may_change_in_place(channel_last: bool) -> None:
-    """Autograd refuses to change a view that a Function returns."""
+    """Autograd does not allow an in-place change of a view that an autograd Function returns."""
     layer, x = syncbn.SyncBatchNorm(3, channel_last=channel_last), torch.randn(4, 3, 3, requires_grad=True)
     (expected,) = torch.autograd.grad(layer(x).relu().sum(), x)
     layer(x).relu_().sum().backward()
@@ -112,7 +113,7 @@ def test_repr_contains_the_options_that_differ_from_their_defaults() -> None:
 
 
 def test_a_layer_that_cannot_synchronise_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun has started the process, but there is not a process group; or the layer is in nn.DataParallel."""
+    """The program uses nn.DataParallel, or has not created a process group although torchrun has started it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # nn.DataParallel would use the GPUs.
     monkeypatch.setattr(groups, "missing_group_is_known", False)
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -129,7 +130,7 @@ def test_a_layer_that_cannot_synchronise_warns_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_one_rank_without_kernels_has_the_bits_of_torch(syncbn_kernels: str) -> None:
-    """With a residual and a relu after it, too. The kernels of syncbn round in other places."""
+    """The fixture also runs the test with the kernels of syncbn, which round in other places."""
     x, z, dy = torch.randn(3, 4, 3, 5, 5).requires_grad_()
     layer, expected = syncbn.SyncBatchNorm2d(3, fuse_relu=True), nn.BatchNorm2d(3)
 

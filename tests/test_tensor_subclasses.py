@@ -35,10 +35,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layer_class", "roles", "subclass"), CASES)
-def test_a_tensor_of_a_subclass_in_each_role(
+def test_results_have_the_classes_and_metadata_of_torch_with_a_subclass_in_each_role(
     layer_class: type[nn.BatchNorm2d], roles: tuple[str, ...], subclass: type[Tensor]
 ) -> None:
-    """Buffers keep their class when they are updated. In-place operations work after the layer."""
+    """Buffers keep their class when they are updated. An in-place relu works after the layer."""
     x = as_class(torch.randn(SHAPE), subclass if "input" in roles else Tensor, "of x")
 
     def run(layer: Layer) -> list[object]:
@@ -64,7 +64,7 @@ def compile_and_train(layer: Layer, x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # Dynamo warns
 @pytest.mark.parametrize("use", [differentiate_twice, compile_and_train])
-def test_an_input_of_a_subclass_in_second_derivatives_and_compiled_graphs(
+def test_second_derivatives_and_compiled_graphs_keep_the_class_and_metadata_of_the_input(
     use: Callable[[Any, Tensor], dict[str, Tensor]],
 ) -> None:
     x = as_class(torch.randn(SHAPE), TensorImage, "of x")
@@ -74,11 +74,13 @@ def test_an_input_of_a_subclass_in_second_derivatives_and_compiled_graphs(
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("subclass", [Tensor, Image])
-@pytest.mark.parametrize("dy", [torch.randn(SHAPE), torch.randn(12).as_strided((4, 3, 1, 1), (3, 1, 7, 5))])
+@pytest.mark.parametrize(
+    "dy", [torch.randn(SHAPE), torch.randn(12).as_strided((4, 3, 1, 1), (3, 1, 7, 5))], ids=["contiguous", "strided"]
+)
 def test_the_gradient_of_a_residual_does_not_share_memory_with_dy(
     dy: Tensor, subclass: type[Tensor], create_graph: bool
 ) -> None:
-    """Autograd adds to z.grad in place. A tensor whose spatial sizes are 1 is dense with any strides."""
+    """Autograd adds to z.grad in place. A dim of size 1 may have any stride in a dense tensor."""
     x, z = torch.randn(2, *dy.shape)
     dy = as_class(dy, subclass)
     y, expected = layer_pair()[1](x, z.requires_grad_()), 2 * plain(dy)
