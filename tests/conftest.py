@@ -68,8 +68,8 @@ def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["reference", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Return each back end. New tensors are on the device of the back end: for Triton the GPU, or the CPU with Triton's
-    interpreter. The parameter "chunks" is the reference without gradients, which computes one chunk after another."""
+    """Return each back end, on whose device new tensors are. Triton's interpreter runs the GPU kernels on the CPU. The
+    parameter "chunks" is the reference without gradients, which computes one chunk after another."""
     if request.param in ("cpu", "operators") and (reason := cpu.load()):
         pytest.skip(reason)
     if request.param == "chunks":

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Largest errors, relative to the largest value or to the largest term of a sum. Elementwise kernels round three times,
-# by 6e-8 each in float32.
+# Largest errors, relative to the largest value or to the largest term of a sum. Elementwise kernels round three times.
+# A rounding in float32 is 6e-8.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 

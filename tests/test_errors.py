@@ -38,8 +38,8 @@ def call_backward(**changed: object) -> object:
     return batch_norm_backward(**arguments)
 
 
-def accumulate(model: object, model_inside: object) -> None:
-    with syncbn.accumulate_running_stats(model), syncbn.accumulate_running_stats(model_inside):
+def accumulate_in_a_block(model: object) -> None:
+    with syncbn.accumulate_running_stats(LAYER), syncbn.accumulate_running_stats(model):
         pass
 
 
@@ -85,9 +85,9 @@ CASES: list[tuple[Callable[..., object], dict[str, object], dict[str, object], t
     (syncbn.revert_syncbn_model, {"model": 3}, {"model": nn.Linear(2, 2)}, TypeError, "expected an nn.Module, got 3 of type int; pass the model"),
     (syncbn.revert_syncbn_model, {"model": LAYER, "target": syncbn.SyncBatchNorm2d}, {"model": nn.SyncBatchNorm(3), "target": nn.BatchNorm2d}, ValueError, "target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got <class 'syncbn"),
     (syncbn.summary, {"model": [LAYER]}, {"model": LAYER}, TypeError, "expected an nn.Module, got [SyncBatchNorm(3"),
-    (accumulate, {"model": LAYER, "model_inside": LAYER}, {"model": LAYER, "model_inside": make_layer()}, RuntimeError, "cannot run inside another accumulate_running_stats"),
-    (accumulate, {"model": LAYER, "model_inside": nn.ReLU()}, {"model": LAYER, "model_inside": make_layer()}, ValueError, "no synchronised layer with running statistics: call syncbn.convert"),
-    (accumulate, {"model": LAYER, "model_inside": LAZY}, {"model": LAYER, "model_inside": make_layer()}, ValueError, "the layer '0' is lazy"),
+    (accumulate_in_a_block, {"model": LAYER}, {"model": make_layer()}, RuntimeError, "cannot run inside another accumulate_running_stats"),
+    (accumulate_in_a_block, {"model": nn.ReLU()}, {"model": make_layer()}, ValueError, "no synchronised layer with running statistics: call syncbn.convert"),
+    (accumulate_in_a_block, {"model": LAZY}, {"model": make_layer()}, ValueError, "the layer '0' is lazy"),
     (syncbn.create_syncbn_process_group, {"group_size": "2"}, {"group_size": 0}, ValueError, "group_size must be an int that is not negative, got '2'"),
     (syncbn.create_syncbn_process_group, {"group_size": 2}, {"group_size": 0}, RuntimeError, "needs torch.distributed.init_process_group() first"),
 ]  # fmt: skip

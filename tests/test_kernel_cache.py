@@ -1,6 +1,6 @@
 """Tests that a call gets the kernels of its own tensors, options and mode, whichever kernels are cached.
 
-FAST and DISPATCHED are the table of the calls that take the fast path, and of those that get dispatched kernels.
+FAST lists calls that take the fast path, and DISPATCHED lists calls that get dispatched kernels.
 """
 
 from functools import partial
@@ -156,7 +156,7 @@ def test_an_invalid_argument_is_refused_although_kernels_are_cached(
 ) -> None:
     check_step(arguments())
     sync_batch_norm(**arguments())  # A forward without gradients caches other kernels.
-    for _ in range(2):  # The first refused call must cache nothing that the second call would get.
+    for _ in range(2):  # A refused call must cache nothing that the next call would get.
         with pytest.raises(error):
             sync_batch_norm(**arguments(**changed))
     check_step(arguments())

@@ -70,7 +70,7 @@ def test_outputs_have_the_strides_of_torch_and_dense_inputs_are_not_copied(
             y = layer(x, z)
         expected = F.batch_norm(x, layer.running_mean.clone(), layer.running_var.clone(), training=training)
         assert all(y.stride(dim) == expected.stride(dim) for dim in range(x.ndim) if x.shape[dim] > 1)
-        if hasattr(y.grad_fn, "saved_tensors"):  # F.batch_norm and the relu of an evaluation hide what they save.
+        if hasattr(y.grad_fn, "saved_tensors"):  # The nodes of an evaluation lack this attribute.
             is_x_itself = y.grad_fn.saved_tensors[0].data_ptr() == x.data_ptr()
             assert is_x_itself == (name in NEEDS_NO_COPY)
 
@@ -120,12 +120,12 @@ def test_a_layer_that_cannot_synchronise_warns_once(monkeypatch: pytest.MonkeyPa
     warn_once.cache_clear()
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(4, 3)
     no_group = r"not synchronising: WORLD_SIZE is 4 but .*init_process_group\(\) before"
-    in_threads = "not synchronising: the layer runs in nn.DataParallel.*Use DistributedDataParallel"
-    with pytest.warns(UserWarning, match=no_group), pytest.warns(UserWarning, match=in_threads):
+    data_parallel = "not synchronising: the layer runs in nn.DataParallel.*Use DistributedDataParallel"
+    with pytest.warns(UserWarning, match=no_group), pytest.warns(UserWarning, match=data_parallel):
         nn.DataParallel(layer)(x)
     nn.DataParallel(layer)(x)  # pytest turns warnings into errors.
     warn_once.cache_clear()
-    with pytest.warns(UserWarning, match=in_threads):
+    with pytest.warns(UserWarning, match=data_parallel):
         layer._replicate_for_data_parallel()  # nn.DataParallel calls this method for several GPUs.
 
 

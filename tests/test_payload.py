@@ -26,8 +26,8 @@ def test_functions_write_and_read_the_positions_of_the_table() -> None:
     assert torch.equal(payload.sums(signed), sums)
     assert payload.sums_and_num_values(signed).tolist() == [*range(6), 20]
     assert payload.with_num_values(signed, torch.tensor(8)).tolist() == [*range(6), 8, 7, 1, 5, 25]
-    with_id = payload.sign(unsigned, 5, call_id=torch.tensor([200.0], dtype=torch.float64))
-    assert with_id.tolist() == [*range(6), 20, 0, 1, 205, 205**2]
+    identified = payload.sign(unsigned, 5, call_id=torch.tensor([200.0], dtype=torch.float64))
+    assert identified.tolist() == [*range(6), 20, 0, 1, 205, 205**2]
     assert payload.sign(unsigned, payload.UNSIGNED, 7) is unsigned
 
 

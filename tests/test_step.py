@@ -242,7 +242,7 @@ def test_a_backward_refuses_freed_storage(freed: str) -> None:
 
 
 def test_two_threads_may_be_in_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both threads are between the local sums and the outputs of a pass. Kernels must not keep the data of a call."""
+    """The threads are both between the local sums and the outputs of a pass. Kernels must keep no data of a call."""
     (first, first_copy), (second, second_copy), batches = layer_pair(), layer_pair(), torch.randn(2, *SHAPE)
     expected = [step(first, first, batches[0]), step(second, second, batches[1])]
     barrier = threading.Barrier(2, timeout=300)
