@@ -3,13 +3,13 @@
 scripts/accuracy.py prints errors on HARD_INPUTS, for which formulas of batch norm lose digits.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Relative to the largest value, or the largest term of a sum. An elementwise step rounds three times (6e-8 in float32).
+# Largest errors, relative to the largest value or to the largest term of a sum. Elementwise kernels round three times.
+# A rounding in float32 is 6e-8.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
@@ -23,8 +23,7 @@ class Result(NamedTuple):
     grad_z: Tensor | None
     running_mean: Tensor
     running_var: Tensor
-    # max |dy * weight * invstd|: for few values grad_input is a small difference of terms of this size.
-    gradient_scale: float
+    gradient_scale: float  # max |dy * weight * invstd|: grad_input may be a small difference of terms of this size.
 
 
 @torch.enable_grad()
@@ -32,8 +31,8 @@ def full_batch(
     x: Tensor, dy: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, z: Tensor | None = None,
     relu: bool = False, eps: float = 1e-5, momentum: float = 0.1, channel_dim: int = 1,
 ) -> Result:  # fmt: skip
-    """Compute a step from running_mean 0 and running_var 1, with the gradients of autograd for the two-pass formula."""
-    leaves = [None if given is None else given.detach().double().requires_grad_() for given in (x, weight, bias, z)]
+    """Compute a step, with running_mean 0 and running_var 1 before it. Autograd differentiates the two-pass formula."""
+    leaves = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in (x, weight, bias, z)]
     x, weight, bias, z = leaves
     dims = [dim for dim in range(x.ndim) if dim != channel_dim % x.ndim]
     shape = [-1 if dim == channel_dim % x.ndim else 1 for dim in range(x.ndim)]
@@ -50,26 +49,26 @@ def full_batch(
     if relu:
         y = y.relu()
     y.backward(dy.double())
-    num_values = x.numel() // mean.numel()
-    unbiased = var.flatten() * num_values / (num_values - 1)
+    n = x.numel() // mean.numel()
     return Result(
         y.detach(),
         *(None if leaf is None else leaf.grad for leaf in leaves),
         momentum * mean.detach().flatten(),
-        (1 - momentum) + momentum * unbiased.detach(),
+        (1 - momentum) + momentum * var.detach().flatten() * n / (n - 1),
         (dy.double() * scale).abs().max().item() if dy.numel() else 0.0,
     )
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return max |a - b| / max |b|, the measure of all accuracy promises; 0 for empty tensors, and NaN never passes."""
+    """Return max |actual - expected| / max |expected|, or 0 for empty tensors. A NaN is below no bound."""
     if not expected.numel():
         return 0.0
     return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
 
 
 def within_one_rounding(actual: Tensor, expected: Tensor, scale: float) -> bool:
-    """Return whether `actual` is `expected` rounded to its dtype, with 1e-6 of `scale` for the float32 steps before."""
+    """Return whether `actual` is `expected`, computed in float32 with errors up to 1e-6 of `scale`, and then rounded to
+    the dtype of `actual`."""
     expected = expected.double()
     finfo = torch.finfo(actual.dtype)
     rounding = finfo.eps / 2 * expected.abs().clamp(min=finfo.smallest_normal)
@@ -77,7 +76,8 @@ def within_one_rounding(actual: Tensor, expected: Tensor, scale: float) -> bool:
 
 
 def require_promised(name: str, actual: Tensor, wanted: Tensor, scale: float, lost: float = 0.0) -> None:
-    """Check the promise for the dtype, relative to `scale`, plus `lost` in sums; 16-bit values within one rounding."""
+    """Assert that errors are below TOLERANCE + `lost`, which the input's sums lose, times `scale`; or for 16-bit values
+    below one rounding."""
     assert actual.shape == wanted.shape, name
     if actual.dtype in TOLERANCE:
         error = (actual.double() - wanted).abs().max().item() if wanted.numel() else 0.0
@@ -86,45 +86,34 @@ def require_promised(name: str, actual: Tensor, wanted: Tensor, scale: float, lo
         assert within_one_rounding(actual, wanted, scale), name
 
 
-HARD_SHAPE = (16, 8, 9, 9)  # 9 * 9 is not a multiple of any block size
-
-
-def _outlier(x: Tensor) -> Tensor:
-    x[0, :, 0, 0] = 1e6
-    return x
-
-
-HARD_INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "N(0, 1)": lambda x: x,
-    "mean 1e4, std 1": lambda x: x + 1e4,
-    "first value 1e6": _outlier,
-    "mean 10, std 1e-4": lambda x: 10 + 1e-4 * x,
-}
+HARD_SHAPE = (16, 8, 9, 9)  # Blocks of kernels are not full: their sizes are not divisors of 9 * 9.
+HARD_INPUTS = "N(0, 1)", "mean 1e4, std 1", "first value 1e6", "mean 10, std 1e-4"
 
 
 def hard_case(case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x, dy, weight and bias."""
+    """Return x of this hard input, dy, weight and bias."""
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(2, *HARD_SHAPE, generator=generator, dtype=torch.float64, device="cpu")
-    weight, bias = torch.randn(2, HARD_SHAPE[1], generator=generator, dtype=torch.float64, device="cpu").to(dtype)
-    return HARD_INPUTS[case](noise[0]).to(dtype), noise[1].to(dtype), weight, bias
-
-
-# f(input, running_mean, running_var, weight, bias, training=True) returns the output and updates the statistics.
-BatchNormFunction = Callable[..., Tensor]
+    x, dy = torch.randn(2, *HARD_SHAPE, generator=generator, dtype=torch.float64, device="cpu")
+    weight, bias = torch.randn(2, HARD_SHAPE[1], generator=generator, dtype=torch.float64, device="cpu")
+    if case == "mean 1e4, std 1":
+        x += 1e4
+    elif case == "first value 1e6":
+        x[0, :, 0, 0] = 1e6
+    elif case == "mean 10, std 1e-4":
+        x = 10 + 1e-4 * x
+    return x.to(dtype), dy.to(dtype), weight.to(dtype), bias.to(dtype)
 
 
 class Errors(NamedTuple):
-    """Relative errors compared with `full_batch`, by name, and the largest |mean| / std of a channel of the input."""
-
-    relative: dict[str, float]
-    mean_over_std: float
+    relative: dict[str, float]  # the errors of a step compared with `full_batch`, by the name of the result
+    mean_over_std: float  # the largest |mean| / std of a channel of the input
 
 
 def errors_of_one_step(
-    case: str, dtype: torch.dtype, batch_norm: BatchNormFunction, rank: int = 0, num_ranks: int = 1, device: Any = "cpu"
+    case: str, dtype: torch.dtype, batch_norm: Any, rank: int = 0, num_ranks: int = 1, device: Any = "cpu"
 ) -> Errors:
-    """Run a step of `batch_norm` on this rank's samples. Gradients of weight and bias are summed over the ranks."""
+    """Run a step of `batch_norm`, a function with the arguments of F.batch_norm, on this rank's samples. Gradients of
+    weight and bias are summed over the ranks."""
     x, dy, weight, bias = hard_case(case, dtype)
     expected = full_batch(x, dy, weight, bias)
     local = slice(rank, None, num_ranks)

@@ -1,4 +1,4 @@
-"""Tensor subclasses as users write them, with the memory of a plain tensor. Every operation returns the subclass."""
+"""Tensor subclasses as users write them: their values are in their own storage, and every operation keeps the class."""
 
 from typing import Any, Self
 
@@ -22,35 +22,33 @@ class MetaImage(Image):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = super().__torch_function__(function, types, args, kwargs or {})
         if isinstance(output, MetaImage):
-            output.metadata = cls.metadata_in((*args, *(kwargs or {}).values()))
+            output.metadata = cls.metadata_of((*args, *(kwargs or {}).values()))
         return output
 
     @classmethod
-    def metadata_in(cls, arguments: tuple[Any, ...]) -> str | None:
-        return next(filter(None, (getattr(argument, "metadata", None) for argument in arguments)), None)
+    def metadata_of(cls, arguments: tuple[Any, ...]) -> str | None:
+        for argument in arguments:
+            if getattr(argument, "metadata", None):
+                return argument.metadata
+        return None
 
 
 class TensorImage(MetaImage):
     """Like fastai's TensorImage: a result has the metadata of the first argument only."""
 
     @classmethod
-    def metadata_in(cls, arguments: tuple[Any, ...]) -> str | None:
+    def metadata_of(cls, arguments: tuple[Any, ...]) -> str | None:
         return getattr(arguments[0], "metadata", None)
 
 
-class OwnParameter(nn.Parameter):
-    """A subclass of Parameter, whose `__torch_function__` is disabled."""
-
-
 def as_class(tensor: Tensor, subclass: type[Tensor], metadata: str | None = None) -> Tensor:
-    """Return a copy of a class, with metadata if the class has any. The copy of a Parameter is a Parameter."""
-    if issubclass(subclass, nn.Parameter):
-        return subclass(tensor.detach().clone())
-    other = tensor.detach().clone().as_subclass(subclass)
-    other = nn.Parameter(other) if isinstance(tensor, nn.Parameter) else other
-    if isinstance(other, MetaImage):
-        other.metadata = metadata
-    return other
+    """Return a copy of the tensor in this class, with the metadata if it is a MetaImage. The copy of a Parameter is a
+    Parameter."""
+    copied = tensor.detach().clone().as_subclass(subclass)
+    copied = nn.Parameter(copied) if isinstance(tensor, nn.Parameter) else copied
+    if isinstance(copied, MetaImage):
+        copied.metadata = metadata
+    return copied
 
 
 def plain(tensor: Tensor) -> Tensor:
