@@ -197,8 +197,7 @@ MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode, partial(torch.a
 def test_a_call_does_not_depend_on_the_mode_of_cached_calls(
     mode: Any, mode_of_cached_call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arguments are created in the mode, so some are inference tensors. distributed/test_arguments.py tests which
-    inference tensors are refused in other modes."""
+    """The arguments are created in the mode, so some are inference tensors."""
     expected = check_step(arguments())
     clear_kernel_caches(monkeypatch)
     with mode_of_cached_call():
@@ -206,6 +205,20 @@ def test_a_call_does_not_depend_on_the_mode_of_cached_calls(
     with mode():
         torch.testing.assert_close(sync_batch_norm(**arguments()), expected)
     check_step(arguments())
+
+
+@pytest.mark.parametrize("name", ["weight", "running_var"])
+def test_inference_tensors_are_refused_outside_of_their_mode_although_kernels_are_cached(name: str) -> None:
+    """Autograd cannot save them or count their in-place changes. The kernels are cached in both modes."""
+    with torch.inference_mode():
+        bad = arguments()[name]
+        sync_batch_norm(**arguments(**{name: bad}))
+    for _ in range(2):
+        check_step(arguments())
+        sync_batch_norm(**arguments())
+        with pytest.raises(ValueError, match=f"{name} .*was made in torch.inference_mode"):
+            x = arguments()["input"].requires_grad_()
+            sync_batch_norm(**arguments(input=x, **{name: bad}))
 
 
 def test_a_cache_is_bounded() -> None:
