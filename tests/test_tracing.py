@@ -40,7 +40,7 @@ def test_a_converted_layer_is_a_leaf_as_nn_batchnorm_is(layer_class: type[nn.Mod
 
 
 class PassesArguments(nn.Module):
-    """Calls layers with a residual, a mask, and the argument `times` of CallsSuper2d."""
+    """Passes a layer a residual and a mask, and a CallsSuper2d its argument `times`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,8 +48,8 @@ class PassesArguments(nn.Module):
         self.subclass = syncbn.convert_syncbn_model(CallsSuper2d(3))
 
     def forward(self, x: Tensor, z: Tensor, mask: Tensor) -> Tensor:
-        x = self.layer(self.layer(self.layer(x, z), mask=mask), z=z, mask=mask)
-        return self.subclass(self.subclass(x, 3.0), times=4.0) + self.subclass(x=x)
+        y = self.layer(self.layer(x, z), mask=mask)
+        return self.subclass(y, 3.0) + self.subclass(y, times=4.0)
 
 
 def test_a_leaf_has_the_arguments_of_the_call() -> None:

@@ -12,6 +12,7 @@ import torch.fx
 import torch.nn.functional as F
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, Frozen, SubclassOfSyncBatchNorm, parametrized
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import batch_norm
 
 import syncbn
@@ -112,19 +113,13 @@ def test_the_summary_of_a_converted_model_names_layers_that_another_converter_ha
 # Modules that call F.batch_norm.
 
 
-def import_locally(_: nn.Module, x: Tensor) -> Tensor:
-    import torch.nn.functional as functional
-
-    return functional.batch_norm(x, None, None, training=True)
-
-
 CALLS: list[Callable[..., Any]] = [
     lambda self, x: F.batch_norm(x, self.stored_mean, self.stored_var, training=self.training),
     lambda self, x: F.batch_norm(x, self.stored_mean, self.stored_var, training=False),
     lambda _, x: batch_norm(x, None, None, training=True),
     lambda _, x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, True),
     lambda _, x: (lambda: F.batch_norm(x, None, None, training=True))(),
-    import_locally,
+    lambda _, x: functional.batch_norm(x, None, None, training=True),
 ]
 OTHER_CALLS: list[Callable[..., Any]] = [
     lambda self, x: self.batch_norm(x, training=True),
@@ -170,12 +165,6 @@ def test_conversion_and_summary_name_the_modules_that_call_batch_norm() -> None:
     assert syncbn.summary(model.eval()).others == ()
     expected = f"not synchronised: 1 CallsBatchNorm (the model): {unconverted.CALLS_FUNCTION}"
     assert str(syncbn.summary(model["stored"])) == expected
-
-
-def test_a_graph_of_torch_fx_that_calls_batch_norm_is_named() -> None:
-    traced = torch.fx.symbolic_trace(nn.Sequential(CallsBatchNorm()))
-    with pytest.warns(UserWarning, match=re.escape(f"1 Sequential (the model): {unconverted.CALLS_FUNCTION}")):
-        syncbn.convert_syncbn_model(traced)
 
 
 # Layers in plain lists and dicts.
