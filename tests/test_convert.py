@@ -1,5 +1,4 @@
-"""Tests that a conversion changes only the classes of layers, that an error changes nothing, and that a revert undoes
-the conversion.
+"""Tests that a conversion changes only the classes of layers, and that a revert undoes the conversion.
 
 test_unconverted.py has the layers that are not converted. distributed/test_conversion.py trains on ranks.
 """
@@ -43,14 +42,15 @@ def test_a_conversion_changes_only_the_class_and_a_revert_restores_it(
     assert not layer.training
     assert original is nn.SyncBatchNorm or isinstance(layer, original)
     assert not isinstance(layer, nn.SyncBatchNorm)  # DistributedDataParallel refuses nn.SyncBatchNorm on CPUs.
-    for name, value in attributes.items():
-        assert name == "process_group" or vars(layer)[name] is value
+    for name in attributes.keys() - {"process_group"}:  # The attribute of nn.SyncBatchNorm becomes a property.
+        assert vars(layer)[name] is attributes[name]
     syncbn.revert_syncbn_model(layer)
     assert type(layer) is original
     assert vars(layer) == attributes
 
 
-def test_a_second_conversion_by_the_method_of_torchs_name_changes_nothing() -> None:
+def test_convert_sync_batchnorm_of_a_converted_layer_changes_nothing() -> None:
+    """The method has the name of torch's."""
     layer = syncbn.convert_syncbn_model(nn.BatchNorm2d(3))
     attributes = dict(vars(layer))
     assert syncbn.SyncBatchNorm.convert_sync_batchnorm(layer) is layer
@@ -100,11 +100,11 @@ def test_subclasses_keep_their_behaviour(original: nn.Module) -> None:
     torch.testing.assert_close(layer(x), expected)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_a_converted_subclass_can_be_copied_and_pickled(copied: Callable[[nn.Module], nn.Module]) -> None:
-    """pickle cannot import the class that the conversion creates."""
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_converted_subclass_can_be_copied_and_pickled(make_copy: Callable[[nn.Module], nn.Module]) -> None:
+    """The class of the layer is created by the conversion, so pickle cannot import the class."""
     layer, x = syncbn.convert_syncbn_model(BatchNormAct2d(3)), torch.randn(4, 3, 2, 2)
-    torch.testing.assert_close(copied(layer)(x), layer(x))
+    torch.testing.assert_close(make_copy(layer)(x), layer(x))
 
 
 class RequiresKey(ABCMeta):
@@ -119,12 +119,12 @@ class Registered(CallsSuper2d, metaclass=RequiresKey, key="a"):
         """Require an argument of each subclass."""
 
 
-def test_a_conversion_calls_neither_the_metaclass_nor_init_subclass_of_a_layer() -> None:
-    """Both methods may register each class or require arguments, which a conversion does not know."""
+def test_a_conversion_creates_a_subclass_without_calling_its_metaclass_or_init_subclass() -> None:
+    """Both methods may register each class, or require arguments that a conversion does not know."""
     layer = Registered(3)
     created = type(syncbn.convert_syncbn_model(layer))
     assert (type(created), created.__name__) == (RequiresKey, "SyncRegistered")
-    assert issubclass(Registered, Registered)  # ABCMeta caches this answer. The created class needs another cache.
+    assert issubclass(Registered, Registered)  # ABCMeta caches the answer. The created class needs a cache of its own.
     assert isinstance(layer, Registered)
     assert not isinstance(Registered(3), created)
     assert type(syncbn.revert_syncbn_model(layer)) is Registered
@@ -154,19 +154,19 @@ def test_a_forward_of_nn_batchnorm_that_was_replaced_before_the_import_stays_in_
 # Errors.
 
 
-class RefusesClasses(nn.BatchNorm2d):
-    """Raises AttributeError if its class is changed."""
+class RefusesNewClass(nn.BatchNorm2d):
+    """Raises AttributeError if a conversion changes its class."""
 
     @property
     def __class__(self) -> type:
-        return RefusesClasses
+        return RefusesNewClass
 
 
 @pytest.mark.parametrize(
     ("layer", "error", "message"),
     [
         (nn.LazyBatchNorm2d(), ValueError, "'2' is lazy and counts channels in dim 1"),
-        (RefusesClasses(3), AttributeError, "has no setter"),
+        (RefusesNewClass(3), AttributeError, "has no setter"),
         (SubclassOfSyncBatchNorm(3), UserWarning, "did not convert"),  # pytest turns the warning into an error.
     ],
 )

@@ -1,6 +1,6 @@
 """Tests that private names of torch mean in this torch what syncbn/torch_internals.py expects.
 
-Other files test the names that decide about results: test_kernel_cache.py, test_step.py, distributed/test_groups.py.
+Names whose change would change results or errors of a layer are tested with those results and errors.
 """
 
 import inspect
@@ -39,13 +39,13 @@ def active(call: Callable[[Function], object]) -> set[str]:
     return answers[-1]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit")  # TorchScript is deprecated.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit")  # TorchScript warns.
 def test_each_mode_of_torch_is_detected_until_it_ends() -> None:
     x = torch.ones(2)
     forward_mode = {"inside_vmap_or_forward_mode", "is_traced"}
     with torch.profiler.profile(acc_events=True):
         assert active(lambda f: f(x)) == {"profiler_enabled"}
-        assert internals.is_eager(SimpleNamespace(is_cuda=True))  # A profiler records kernels of GPUs in any case.
+        assert internals.is_eager(SimpleNamespace(is_cuda=True))  # A profiler sees the kernels of GPUs anyway.
     with forward_ad.dual_level():
         assert active(lambda f: f(x)) == forward_mode
     assert active(lambda f: torch.func.jvp(f, (x,), (x,))) == {"inside_functorch", *forward_mode}
@@ -57,15 +57,21 @@ def test_each_mode_of_torch_is_detected_until_it_ends() -> None:
 
 
 def test_the_recompute_of_a_checkpoint_is_inside_a_backward() -> None:
-    recompute = partial(checkpoint, use_reentrant=False)
     x, save_nothing = torch.ones(2, requires_grad=True), partial(create_selective_checkpoint_contexts, [])
-    assert active(lambda f: recompute(f, x).backward()) == {"inside_backward", "is_eager"}
-    selective = active(lambda f: recompute(f, x, context_fn=save_nothing).backward())
+    assert active(lambda f: checkpoint(f, x, use_reentrant=False).backward()) == {"inside_backward", "is_eager"}
+    selective = active(lambda f: checkpoint(f, x, use_reentrant=False, context_fn=save_nothing).backward())
     assert selective == {"inside_backward", "current_dispatch_mode"}
 
 
 def test_data_parallel_makes_replicas_by_the_method_that_syncbn_overrides() -> None:
     assert "._replicate_for_data_parallel()" in inspect.getsource(torch.nn.parallel.replicate)
+
+
+def test_a_trace_does_not_read_the_record_of_another_trace() -> None:
+    """After a graph break, part of a forward is in another trace. syncbn then cannot know whether that part has called
+    batch norm, and must not warn that the forward has not."""
+    for function in (lambda x: x + internals.note_call(False), lambda x: x + internals.note_call(False)):
+        assert torch.compile(function, backend="eager", fullgraph=True)(torch.zeros(())) == 1
 
 
 # Guards of cached kernels.
@@ -84,7 +90,7 @@ def accepting_guards(*tensors: Tensor, **options: None) -> SimpleNamespace:
 
 @pytest.mark.parametrize("tensor_guards", [None, accepting_guards, object])
 def test_without_working_guards_no_kernel_is_cached(tensor_guards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later torch may lack TensorGuards, accept any tensors, or have another signature."""
+    """A later torch may have no TensorGuards, guards that accept any tensors, or guards with other arguments."""
     monkeypatch.setattr(internals, "TensorGuards", tensor_guards)
     monkeypatch.setattr(internals, "guards_work", internals.guards_work.__wrapped__)
     cache, tensors = kernel_cache.Cache(lambda *_: object()), (torch.ones(2, 3), None)
@@ -94,7 +100,7 @@ def test_without_working_guards_no_kernel_is_cached(tensor_guards: Any, monkeypa
 # Process groups.
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch warns.
 def test_a_stage_that_torch_builds_is_a_pipeline_stage(group_of_one: dist.ProcessGroup) -> None:
     """distributed/test_pipeline_schedules.py has the other class of stages, PipelineStage."""
     from torch.distributed import pipelining  # syncbn searches for stages only once this module is imported.
@@ -106,7 +112,7 @@ def test_a_stage_that_torch_builds_is_a_pipeline_stage(group_of_one: dist.Proces
     assert stage.group is group_of_one
 
 
-# With None torch chooses the backends. "cuda:gloo" stands for "nccl" and "cuda:nccl", which need a GPU.
+# With None torch chooses the backends. "cuda:gloo" takes the place of "nccl" and "cuda:nccl", which need a GPU.
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", None, "cuda:gloo"])
 def test_device_and_timeout_of_a_group(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a group with gloo on the CPU uses all_to_all_single."""
