@@ -65,13 +65,13 @@ class DoubleOutput(syncbn.SyncBatchNorm2d):
 
 def test_code_around_the_forward_is_refused_because_it_would_run_twice() -> None:
     """With the tracer of docs/deploy.md, which the error recommends, the code runs once."""
-    with_hook, with_pre_hook = syncbn.SyncBatchNorm(3), syncbn.convert_syncbn_model(CallsSuper2d(3))
-    with_hook.register_forward_hook(lambda layer, inputs, output: output * 2)
-    with_pre_hook.register_forward_pre_hook(lambda layer, inputs: inputs[0] * 2)
+    hooked, pre_hooked = syncbn.SyncBatchNorm(3), syncbn.convert_syncbn_model(CallsSuper2d(3))
+    hooked.register_forward_hook(lambda layer, inputs, output: output * 2)
+    pre_hooked.register_forward_pre_hook(lambda layer, inputs: inputs[0] * 2)
     wrapped = syncbn.SyncBatchNorm(3)
     forward = wrapped.forward
     wrapped.forward = lambda x: forward(x) * 2
-    for layer in (DoubleOutput(3), with_hook, with_pre_hook, wrapped):
+    for layer in (DoubleOutput(3), hooked, pre_hooked, wrapped):
         model = CallsLayerTwice(layer)
         with pytest.raises(TraceError, match=r"body\.1 \(\w+\) cannot be a leaf here: .* twice; .* is_leaf_module"):
             fx.symbolic_trace(model)

@@ -103,7 +103,7 @@ def test_the_summary_of_a_converted_model_names_layers_that_another_converter_ha
         syncbn.convert_syncbn_model(model)
     assert syncbn.summary(model).others == ()
     split = CallsSuper2d(3)
-    split.aux_bn = nn.ModuleList([nn.BatchNorm2d(3)])  # as in timm's SplitBatchNorm2d
+    split.aux_bn = nn.ModuleList([nn.BatchNorm2d(3)])  # timm's SplitBatchNorm2d has this attribute.
     model.append(split)
     remedy = unconverted.CONVERTIBLE
     expected = f"not synchronised: 1 CallsSuper2d (layer '2'): {remedy}; 1 BatchNorm2d (2.aux_bn.0): {remedy}"

@@ -5,12 +5,14 @@ warning names the class of the layer. test_convert.py tests what needs no ranks.
 """
 
 import copy
+import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.fx
 import torch.nn.functional as F
-from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, Frozen
+from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, Frozen, parametrized
 from torch import Tensor, nn
 from training import CountCollectives, require_trains_as, step, syncbn_warnings, whole_batches
 from voting import Ranks
@@ -29,6 +31,7 @@ def small_model(*layers: nn.Module) -> nn.Sequential:
 SHARED_LAYER = nn.BatchNorm2d(3)
 MODELS = {
     "timm's layer": small_model(BatchNormAct2d(3)),
+    "parametrized": small_model(parametrized(BatchNormAct2d(3))),
     "one layer twice": small_model(SHARED_LAYER, nn.Tanh(), SHARED_LAYER),
     "traced by torch.fx": torch.fx.symbolic_trace(small_model(nn.BatchNorm2d(3, momentum=None))),
 }
@@ -47,6 +50,26 @@ def test_a_converted_model_trains_as_one_process_and_reverts_for_export(ranks: R
     assert torch.equal(model(x), expected)
     if ranks.rank == 0:
         assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+
+
+def copy_attributes(layer: nn.Module) -> nn.Module:
+    """Copy a layer without its `__getstate__`, as the `__deepcopy__` of some classes does."""
+    copied = type(layer).__new__(type(layer))
+    copied.__dict__ = copy.deepcopy(layer.__dict__)
+    return copied
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy_attributes, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_of_a_layer_that_has_trained_is_another_layer(
+    ranks: Ranks, make_copy: Callable[[nn.Module], nn.Module]
+) -> None:
+    """pickle cannot import the class of the layer, which the conversion has created."""
+    layer = syncbn.convert_syncbn_model(BatchNormAct2d(3)).to(ranks.device)
+    x = torch.randn(4, 3, 2, 2, device=ranks.device) + ranks.rank
+    expected = layer(x)
+    copied = make_copy(layer)
+    assert copied._syncbn_site is None
+    torch.testing.assert_close(copied(x), expected)
 
 
 # Layers whose forward calls batch norm.
