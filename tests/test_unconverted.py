@@ -29,11 +29,11 @@ class StatisticsPerType(nn.Module):
         self.weight = nn.Parameter(torch.ones(2, 3))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is", "ignore:.*LeafSpec:FutureWarning")  # torch warns
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is", "ignore:.*LeafSpec:FutureWarning")  # torch warns.
 def test_one_warning_names_the_layers_that_are_not_converted() -> None:
     """The warning is at the line that called syncbn. The layers do not change."""
     program = torch.export.export(nn.Sequential(nn.BatchNorm2d(3)), (torch.ones(2, 3, 2, 2),))
-    model = nn.ModuleDict({
+    layers = {
         "derived": SubclassOfSyncBatchNorm(3),
         "conflicting": BatchNormAct2d(3),
         "scripted": torch.jit.script(nn.BatchNorm2d(3)),
@@ -41,11 +41,12 @@ def test_one_warning_names_the_layers_that_are_not_converted() -> None:
         "custom": StatisticsPerType(),
         "replaced": nn.BatchNorm2d(3),
         "torch": nn.SyncBatchNorm(3),
-    })  # fmt: skip
+    }
+    model = nn.ModuleDict(layers)
     model["conflicting"].channel_last = "an attribute of the user"
     for layer in (model["replaced"], model["torch"]):
         layer.forward = layer.forward
-    before = {name: (type(module), dict(vars(module))) for name, module in model.items()}
+    before = [(type(layer), dict(vars(layer))) for layer in layers.values()]
     with pytest.warns(UserWarning, match="syncbn did not convert") as warnings:
         syncbn.convert_syncbn_model(model)
     assert [warning.filename for warning in warnings] == [__file__]
@@ -60,7 +61,7 @@ def test_one_warning_names_the_layers_that_are_not_converted() -> None:
         ("replaced", unconverted.OVERRIDDEN),
         ("torch", unconverted.OVERRIDDEN),
     ]
-    assert {name: (type(module), vars(module)) for name, module in model.items()} == before
+    assert [(type(layer), vars(layer)) for layer in layers.values()] == before
 
 
 class FrozenBatchNorm2d(nn.Module):
@@ -74,7 +75,7 @@ class FrozenBatchNorm2d(nn.Module):
         return F.batch_norm(x, self.running_mean, torch.ones(3), self.weight)
 
 
-def test_layers_that_need_no_further_change_are_not_named() -> None:
+def test_synchronised_instance_and_frozen_norms_are_not_named() -> None:
     """pytest turns a warning into an error."""
     layers = [nn.BatchNorm2d(3), nn.SyncBatchNorm(3), BatchNormAct2d(3), CallsSuper2d(3), Frozen(3)]
     layers += [parametrized(BatchNormAct2d(3)), nn.InstanceNorm2d(3, track_running_stats=True)]
@@ -134,7 +135,7 @@ def module_class(**members: object) -> type[nn.Module]:
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_a_class_with_a_method_that_calls_batch_norm_is_found(method: Callable[..., Any]) -> None:
+def test_a_class_with_a_method_that_may_call_batch_norm_is_found(method: Callable[..., Any]) -> None:
     """The method may be inherited, static or decorated. Byte code does not show whether `training` is False."""
     parent = module_class(forward=method)
     assert unconverted.calls_batch_norm(parent)
@@ -178,7 +179,7 @@ class Holder(nn.Module):
         self.value = value
 
 
-def test_layers_in_plain_lists_and_dicts_are_named() -> None:
+def test_conversion_and_summary_name_modules_that_keep_layers_in_plain_lists_and_dicts() -> None:
     """Subclasses of dict are skipped, because Lightning keeps a copy of a module's arguments in one."""
     layer, limit = nn.BatchNorm2d(3), unconverted.MAX_INSPECTED
     named = [[layer], (3, layer), {"a": nn.Sequential(layer)}, [*range(limit - 1), layer]]
