@@ -46,14 +46,6 @@ def test_a_conversion_changes_only_the_class_and_a_revert_restores_it(
     assert vars(layer) == attributes
 
 
-def test_convert_sync_batchnorm_of_a_converted_layer_changes_nothing() -> None:
-    """The method has the name of torch's."""
-    layer = syncbn.convert_syncbn_model(nn.BatchNorm2d(3))
-    attributes = dict(vars(layer))
-    assert syncbn.SyncBatchNorm.convert_sync_batchnorm(layer) is layer
-    assert vars(layer) == attributes
-
-
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_a_lazy_layer_is_synchronised_from_its_first_forward() -> None:
     layer = syncbn.convert_syncbn_model(nn.LazyBatchNorm2d(momentum=0.2))

@@ -174,7 +174,7 @@ def test_a_missing_group_raises_as_in_eager_mode(ranks: Ranks, fullgraph: bool) 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")  # TorchScript warns.
 @pytest.mark.parametrize("layer_class", [nn.BatchNorm2d, CallsSuper2d])
-def test_a_rank_traces_without_the_other_ranks(ranks: Ranks, layer_class: type[nn.Module]) -> None:
+def test_one_rank_may_trace_without_the_other_ranks(ranks: Ranks, layer_class: type[nn.Module]) -> None:
     """The last rank traces alone. Later its graph and the models of the other ranks synchronise."""
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.Conv2d(1, 3, 3), layer_class(3))).to(ranks.device)
     called, x = model, torch.randn(2, 3, 6, 6, device=ranks.device)

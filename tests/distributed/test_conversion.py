@@ -59,7 +59,11 @@ def copy_attributes(layer: nn.Module) -> nn.Module:
     return copied
 
 
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy_attributes, lambda layer: pickle.loads(pickle.dumps(layer))])
+def pickle_and_unpickle(layer: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(layer))
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy_attributes, pickle_and_unpickle])
 def test_a_copy_of_a_layer_that_has_trained_is_another_layer(
     ranks: Ranks, make_copy: Callable[[nn.Module], nn.Module]
 ) -> None:
