@@ -15,34 +15,35 @@ from torch.ao.quantization import quantize_fx
 import syncbn
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # TorchScript and torch.ao.quantization are deprecated
-    pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning"),  # the deprecation in torch 2.15
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),  # F.batch_norm compares sizes
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # TorchScript and torch.ao.quantization are deprecated.
+    pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning"),  # torch 2.15 deprecates TorchScript in this way.
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),  # F.batch_norm compares sizes.
     pytest.mark.filterwarnings("ignore:.*(reduce_range|observer|TypedStorage|quantize|ONNX Preprocess):UserWarning"),
 ]
 
 X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
-def converted(training: bool, layer: nn.Module | None = None) -> nn.Sequential:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), layer or nn.BatchNorm2d(4), nn.ReLU()).train(training)
-    return syncbn.convert_syncbn_model(model)
+def converted_model(layer: nn.Module) -> nn.Module:
+    return syncbn.convert_syncbn_model(nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.ReLU()))
 
 
 def prepare_qat(model: nn.Module) -> nn.Module:
-    return quantize_fx.prepare_qat_fx(model, quantization.get_default_qat_qconfig_mapping(), (X,))
+    return quantize_fx.prepare_qat_fx(model.train(), quantization.get_default_qat_qconfig_mapping(), (X,))
 
 
 def test_fusion_of_graphs_leaves_converted_layers_and_fuses_reverted_layers() -> None:
-    from torch.fx.experimental import optimization  # the import warns
+    from torch.fx.experimental import optimization  # The import warns.
 
-    for fuse, training in ((optimization.fuse, False), (quantize_fx.fuse_fx, False), (prepare_qat, True)):
-        assert isinstance(fuse(converted(training)).get_submodule("1"), syncbn.SyncBatchNorm2d)
-        fused = fuse(syncbn.revert_syncbn_model(converted(training)))
+    for fuse in (optimization.fuse, quantize_fx.fuse_fx, prepare_qat):
+        model = converted_model(nn.BatchNorm2d(4)).eval()
+        assert isinstance(fuse(model).get_submodule("1"), syncbn.SyncBatchNorm2d)
+        fused = fuse(syncbn.revert_syncbn_model(model.eval()))
         assert not any(type(module) is nn.BatchNorm2d for module in fused.children())
 
 
 def quantise(model: nn.Module) -> Tensor:
+    """Prepare a model for quantisation-aware training, train a step, convert, and evaluate the quantised model."""
     model = nn.Sequential(quantization.QuantStub(), model, quantization.DeQuantStub()).train()
     model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
     prepared = quantization.prepare_qat(model)
@@ -52,37 +53,39 @@ def quantise(model: nn.Module) -> Tensor:
 
 def test_eager_quantisation_needs_a_revert() -> None:
     with pytest.raises(TypeError, match=r"got torch\.quint8; call syncbn\.revert_syncbn_model\(model\) before quant"):
-        quantise(converted(True))
-    quantise(quantization.fuse_modules_qat(syncbn.revert_syncbn_model(converted(True)), [["0", "1", "2"]]))
+        quantise(converted_model(nn.BatchNorm2d(4)))
+    reverted = syncbn.revert_syncbn_model(converted_model(nn.BatchNorm2d(4)))
+    quantise(quantization.fuse_modules_qat(reverted, [["0", "1", "2"]]))
 
 
 @pytest.mark.parametrize("layer_class", [nn.BatchNorm2d, CallsSuper2d, BatchNormAct2d])
 def test_torchscript_needs_a_revert_except_for_a_trace_in_evaluation(layer_class: type[nn.Module]) -> None:
     """The error names the remedy and leaves the model unchanged."""
-    model = converted(True, layer_class(4))
-    modules = {name: (module, type(module)) for name, module in model.named_modules()}
+    model = converted_model(layer_class(4))
+    modules = [(module, type(module)) for module in model.modules()]
+    remedy = r"call syncbn\.revert_syncbn_model\(model\) first"
+    for training in (True, False):
+        with pytest.raises(RuntimeError, match=rf"cannot compile Sync\w+: {remedy}"):
+            torch.jit.script(model.train(training))
+    model.train()
+    with pytest.raises(RuntimeError, match=f"cannot record .*: {remedy}"):
+        torch.jit.trace(model, X)
     options = {"dynamo": False, "training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
-    for call, message in (
-        (lambda: torch.jit.script(model), r"cannot compile Sync\w+"),
-        (lambda: torch.jit.script(model.eval()), r"cannot compile Sync\w+"),
-        (lambda: torch.jit.trace(model.train(), X), "cannot record .*"),
-        (lambda: torch.onnx.export(model, X, io.BytesIO(), **options), r"torch\.onnx\.export\(dynamo=False\) uses, .*"),
-    ):
-        with pytest.raises(RuntimeError, match=rf"{message}: call syncbn\.revert_syncbn_model\(model\) first"):
-            call()
-    assert {name: (module, type(module)) for name, module in model.named_modules()} == modules
-    assert torch.equal(torch.jit.trace(model.eval(), X)(X), expected := model(X))
+    with pytest.raises(RuntimeError, match=rf"torch\.onnx\.export\(dynamo=False\) uses, .*: {remedy}"):
+        torch.onnx.export(model, X, io.BytesIO(), **options)
+    assert [(module, type(module)) for module in model.modules()] == modules
+    expected = model.eval()(X)
+    assert torch.equal(torch.jit.trace(model, X)(X), expected)
     if layer_class is not CallsSuper2d:  # TorchScript cannot compile super().
         assert torch.equal(torch.jit.script(syncbn.revert_syncbn_model(model))(X), expected)
 
 
-def test_torchscript_names_the_remedy_where_a_plain_revert_is_not_enough() -> None:
+def test_the_remedy_of_torchscript_depends_on_how_the_layer_was_made() -> None:
+    """A revert makes an nn.SyncBatchNorm of a converted nn.SyncBatchNorm, and does not change layers of syncbn."""
     with pytest.raises(RuntimeError, match=r"revert_syncbn_model\(model, nn\.BatchNorm2d\) first"):
         torch.jit.script(syncbn.convert_syncbn_model(nn.SyncBatchNorm(4)))
     with pytest.raises(RuntimeError, match="load its state_dict into a model that is built with"):
         torch.jit.script(nn.Sequential(syncbn.SyncBatchNorm2d(3)))
-    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
-        torch.jit.trace(lambda x: syncbn.functional.sync_batch_norm(x, None, None, training=True), X)
 
 
 class Masked(nn.Module):
@@ -94,20 +97,20 @@ class Masked(nn.Module):
         return self.norm(self.conv(x), mask=mask)
 
 
-@pytest.mark.parametrize("layer_class", [syncbn.SyncBatchNorm1d, nn.BatchNorm1d])
-def test_a_model_that_was_trained_with_masks(layer_class: type[nn.Module], tmp_path: Path) -> None:
-    """In evaluation it is exported without a revert, and its state_dict loads into a model without syncbn."""
-    model = syncbn.convert_syncbn_model(Masked(layer_class))
+def test_a_model_that_was_trained_with_masks_is_exported_in_evaluation(tmp_path: Path) -> None:
+    """The model is exported without a revert, and its state_dict loads into a model without syncbn."""
+    model = Masked(syncbn.SyncBatchNorm1d)
     x, mask = torch.randn(5, 3, 9), torch.arange(9) < torch.tensor([9, 7, 3, 1, 5])[:, None]
     model(x, mask)
     names = NAMES | {"ddp": SimpleNamespace(module=model), "Network": Masked}
     program = run_block("deploy.md", "program = torch.export.export", **names, x=x, mask=mask)["program"]
-    (file := tmp_path / "masked.py").write_text(code_block("deploy.md", "class MaskedBatchNorm1d"))
-    exec(compile(file.read_text(), file, "exec"), names)  # torch.jit.script reads the source in the file
+    file = tmp_path / "masked.py"
+    file.write_text(code_block("deploy.md", "class MaskedBatchNorm1d"))
+    exec(compile(file.read_text(), file, "exec"), names)  # torch.jit.script reads the source in the file.
     plain = names["plain"]
-    short_x, short_mask = x[:2, :, :8], mask[:2, :8]
+    short_x, short_mask = x[:2, :, :8], mask[:2, :8]  # The exported program accepts any N and T.
     expected = model(short_x, short_mask)
-    assert torch.equal(expected, expected.masked_fill(~short_mask[:, None], 0))
+    assert not expected.masked_select(~short_mask[:, None]).any()
     torch.testing.assert_close(program.module()(short_x, short_mask), expected)
     assert "syncbn" not in program.graph_module.code
     assert torch.equal(plain(short_x, short_mask), expected)

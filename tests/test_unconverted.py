@@ -1,7 +1,6 @@
-"""Tests that a conversion names, with a remedy, the modules that call F.batch_norm or keep layers in plain lists."""
+"""Tests that a conversion and a summary name, with a remedy, the modules whose batch norm is not synchronised."""
 
 import copy
-import functools
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,114 +10,186 @@ import pytest
 import torch
 import torch.fx
 import torch.nn.functional as F
-from subclasses_of_batchnorm import BatchNormAct2d, CallsFunctional, CallsSuper2d, Frozen, parametrized
+from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, Frozen, SubclassOfSyncBatchNorm, parametrized
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import batch_norm
 
 import syncbn
+from syncbn import unconverted
 from syncbn.functional import sync_batch_norm
-from syncbn.unconverted import CALLS_FUNCTION, MAX_INSPECTED, UNREGISTERED, calls_batch_norm
-
-Forward = Callable[..., Any]
 
 
-def import_locally(_: nn.Module, x: Tensor) -> Tensor:
-    import torch.nn.functional as functional
+class StatisticsPerType(nn.Module):
+    """Has running statistics for each type of node, like torch_geometric's HeteroBatchNorm."""
 
-    return functional.batch_norm(x, None, None, training=True)
+    def __init__(self) -> None:
+        super().__init__()
+        self.running_mean = nn.Buffer(torch.zeros(2, 3))
+        self.weight = nn.Parameter(torch.ones(2, 3))
 
 
-# fmt: off
-CALLS: list[Forward] = [
-    lambda self, x: F.batch_norm(x, self.stored_mean, self.stored_var, None, None, self.training, 0.1, 1e-5),
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is", "ignore:.*LeafSpec:FutureWarning")  # torch warns.
+def test_one_warning_names_the_layers_that_are_not_converted() -> None:
+    """The warning is at the line that called syncbn. The layers do not change."""
+    program = torch.export.export(nn.Sequential(nn.BatchNorm2d(3)), (torch.ones(2, 3, 2, 2),))
+    layers = {
+        "derived": SubclassOfSyncBatchNorm(3),
+        "conflicting": BatchNormAct2d(3),
+        "scripted": torch.jit.script(nn.BatchNorm2d(3)),
+        "exported": program.module(),
+        "custom": StatisticsPerType(),
+        "replaced": nn.BatchNorm2d(3),
+        "torch": nn.SyncBatchNorm(3),
+    }
+    model = nn.ModuleDict(layers)
+    model["conflicting"].channel_last = "an attribute of the user"
+    for layer in (model["replaced"], model["torch"]):
+        layer.forward = layer.forward
+    before = [(type(layer), dict(vars(layer))) for layer in layers.values()]
+    with pytest.warns(UserWarning, match="syncbn did not convert") as warnings:
+        syncbn.convert_syncbn_model(model)
+    assert [warning.filename for warning in warnings] == [__file__]
+    # The text lists "1 class (name): remedy" for each layer.
+    assert re.findall(r"1 \w+ \((.*?)\): (.*?)(?:; (?=1)|$)", str(warnings[0].message)) == [
+        ("derived", unconverted.COMMUNICATES),
+        ("conflicting", "has attributes whose names syncbn uses; rename channel_last"),
+        ("scripted", unconverted.EXPORTED),
+        ("exported", unconverted.CALLS_FUNCTION),  # The code of an exported model calls torch.ops.aten.batch_norm.
+        ("exported.0", unconverted.EXPORTED),
+        ("custom", unconverted.CUSTOM),
+        ("replaced", unconverted.OVERRIDDEN),
+        ("torch", unconverted.OVERRIDDEN),
+    ]
+    assert [(type(layer), vars(layer)) for layer in layers.values()] == before
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """Has its weight and statistics in buffers, like detectron2's FrozenBatchNorm2d."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.running_mean = nn.Buffer(torch.ones(3)), nn.Buffer(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, torch.ones(3), self.weight)
+
+
+def test_synchronised_instance_and_frozen_norms_are_not_named() -> None:
+    """pytest turns a warning into an error. convert_sync_batchnorm is torch's name of the conversion."""
+    layers = [nn.BatchNorm2d(3), nn.SyncBatchNorm(3), BatchNormAct2d(3), CallsSuper2d(3), Frozen(3)]
+    layers += [parametrized(BatchNormAct2d(3)), nn.InstanceNorm2d(3, track_running_stats=True)]
+    model = nn.Sequential(*layers, syncbn.SyncBatchNorm2d(3), FrozenBatchNorm2d())
+    for convert in (syncbn.SyncBatchNorm.convert_sync_batchnorm, syncbn.convert_syncbn_model):
+        assert syncbn.summary(convert(model)).others == ()
+    syncbn.convert_syncbn_model(torch.fx.symbolic_trace(nn.Sequential(nn.BatchNorm2d(3))))
+
+
+def test_the_summary_names_layers_that_are_not_synchronised() -> None:
+    model = nn.ModuleDict({"local": nn.BatchNorm2d(3), "torch": nn.SyncBatchNorm(3), "custom": StatisticsPerType()})
+    assert str(syncbn.summary(model)) == (
+        f"not synchronised: 1 BatchNorm2d (local): {unconverted.CONVERTIBLE}; "
+        f"1 StatisticsPerType (custom): {unconverted.CUSTOM}\n"
+        f"synchronised by torch's nn.SyncBatchNorm, on GPUs only: 1 SyncBatchNorm (torch): {unconverted.CONVERTIBLE}"
+    )
+    assert len(syncbn.summary(model)) == 0  # The table has rows for synchronised layers only.
+    model = syncbn.convert_syncbn_model(nn.Linear(2, 2))
+    assert str(syncbn.summary(model)) == "no synchronised layers: the model has no batch-norm layer that trains"
+
+
+def test_the_summary_of_a_converted_model_names_layers_that_another_converter_has_added() -> None:
+    """The summary does not name modules of other classes with running statistics: their forwards may call syncbn."""
+    model = nn.Sequential(nn.BatchNorm2d(3), StatisticsPerType())
+    with pytest.warns(UserWarning, match="1 StatisticsPerType"):
+        syncbn.convert_syncbn_model(model)
+    assert syncbn.summary(model).others == ()
+    split = CallsSuper2d(3)
+    split.aux_bn = nn.ModuleList([nn.BatchNorm2d(3)])  # timm's SplitBatchNorm2d has this attribute.
+    model.append(split)
+    remedy = unconverted.CONVERTIBLE
+    expected = f"not synchronised: 1 CallsSuper2d (layer '2'): {remedy}; 1 BatchNorm2d (2.aux_bn.0): {remedy}"
+    assert syncbn.summary(model).others == (expected,)
+
+
+# Modules that call F.batch_norm.
+
+
+CALLS: list[Callable[..., Any]] = [
+    lambda self, x: F.batch_norm(x, self.stored_mean, self.stored_var, training=self.training),
+    lambda self, x: F.batch_norm(x, self.stored_mean, self.stored_var, training=False),
     lambda _, x: batch_norm(x, None, None, training=True),
     lambda _, x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, True),
-    lambda self, x: (lambda: F.batch_norm(x, None, None, training=self.training))(),
-    lambda _, x: F.batch_norm(*x, **x),
-    lambda self, x: self.norm(F.batch_norm(self.batch_norm(x), None, None, training=True)),
-    lambda self, x: F.batch_norm(x, self.a, self.b, training=False),  # byte code does not show values of arguments
-    import_locally,
+    lambda _, x: (lambda: F.batch_norm(x, None, None, training=True))(),
+    lambda _, x: functional.batch_norm(x, None, None, training=True),
 ]
-OTHER_CALLS: list[Forward] = [
+OTHER_CALLS: list[Callable[..., Any]] = [
     lambda self, x: self.batch_norm(x, training=True),
     lambda self, x: F.relu(self.batch_norm(x)),
-    lambda self, x: self.F.batch_norm(x, None, None, training=True),
     lambda _, x: sync_batch_norm(x, None, None, training=True),
     lambda _, x: F.instance_norm(x),
 ]
-# fmt: on
 
 
 def module_class(**members: object) -> type[nn.Module]:
     return type("Norm", (nn.Module,), members)
 
 
-@pytest.mark.parametrize("forward", CALLS)
-def test_a_method_that_may_call_batch_norm_is_found(forward: Forward) -> None:
-    """The method may also be inherited, static or decorated."""
-    parent = module_class(forward=forward)
-    assert calls_batch_norm(parent)
-    assert calls_batch_norm(type("Child", (parent,), {"forward": None}))
+@pytest.mark.parametrize("method", CALLS)
+def test_a_class_with_a_method_that_may_call_batch_norm_is_found(method: Callable[..., Any]) -> None:
+    """The method may be inherited, static or decorated. Byte code does not show whether `training` is False."""
+    parent = module_class(forward=method)
+    assert unconverted.calls_batch_norm(parent)
+    assert unconverted.calls_batch_norm(type("Child", (parent,), {"forward": None}))
     for decorate in (staticmethod, classmethod, torch.no_grad()):
-        assert calls_batch_norm(module_class(helper=decorate(forward)))
+        assert unconverted.calls_batch_norm(module_class(helper=decorate(method)))
 
 
-@pytest.mark.parametrize("member", [*OTHER_CALLS, staticmethod(functools.partial(CALLS[0], None))])
-def test_other_members_of_a_class_are_ignored(member: object) -> None:
-    assert not calls_batch_norm(module_class(member=member))
+@pytest.mark.parametrize("method", OTHER_CALLS)
+def test_a_class_whose_methods_call_other_functions_is_not_found(method: Callable[..., Any]) -> None:
+    assert not unconverted.calls_batch_norm(module_class(forward=method))
+
+
+class CallsBatchNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True)
 
 
 def test_conversion_and_summary_name_the_modules_that_call_batch_norm() -> None:
-    """BigGAN's has statistics in buffers, OFA's the tensors of a layer. detectron2's frozen batch norm, whose weight
-    is a buffer, is not named."""
-    layer_class = module_class(forward=CALLS[0])
-    model = nn.ModuleDict({name: layer_class() for name in ("stores", "slices", "frozen")} | {"bn": nn.BatchNorm2d(3)})
-    model["stores"].running_mean, model["slices"].bn = nn.Buffer(torch.zeros(3)), nn.BatchNorm2d(3)
-    model["frozen"].weight = nn.Buffer(torch.ones(3))
-    named = f"2 Norm (stores, slices): {CALLS_FUNCTION}"
+    """BigGAN's layer has its statistics in buffers. OFA's layer passes the tensors of a submodule."""
+    model = nn.ModuleDict({"stored": CallsBatchNorm(), "submodule": CallsBatchNorm()})
+    model["stored"].running_mean, model["submodule"].bn = nn.Buffer(torch.zeros(3)), nn.BatchNorm2d(3)
+    named = f"2 CallsBatchNorm (stored, submodule): {unconverted.CALLS_FUNCTION}"
     with pytest.warns(UserWarning, match=f"^syncbn did not convert these layers: {re.escape(named)}$"):
         syncbn.convert_syncbn_model(model)
-    assert [row.layer for row in syncbn.summary(model)] == ["slices.bn", "bn"]
+    assert [row.layer for row in syncbn.summary(model)] == ["submodule.bn"]
     assert syncbn.summary(model).others == (f"not synchronised: {named}",)
     assert syncbn.summary(model.eval()).others == ()
-    assert str(syncbn.summary(model["stores"])) == f"not synchronised: 1 Norm (the model): {CALLS_FUNCTION}"
+    expected = f"not synchronised: 1 CallsBatchNorm (the model): {unconverted.CALLS_FUNCTION}"
+    assert str(syncbn.summary(model["stored"])) == expected
 
 
-def test_a_graph_of_torch_fx_with_a_call_is_named() -> None:
-    traced = torch.fx.symbolic_trace(nn.Sequential(module_class(forward=CALLS[1])()))
-    with pytest.warns(UserWarning, match=re.escape(f"1 Sequential (the model): {CALLS_FUNCTION}")):
-        syncbn.convert_syncbn_model(traced)
-
-
-def test_layers_that_are_converted_are_not_named() -> None:
-    """pytest turns a warning into an error."""
-    assert not any(map(calls_batch_norm, (nn.BatchNorm2d, nn.SyncBatchNorm, CallsSuper2d, syncbn.SyncBatchNorm2d)))
-    layers = [nn.BatchNorm2d(3), BatchNormAct2d(3), CallsSuper2d(3), CallsFunctional(3), Frozen(3)]
-    model = nn.Sequential(*layers, parametrized(BatchNormAct2d(3)), nn.InstanceNorm2d(3), syncbn.SyncBatchNorm2d(3))
-    for _ in range(2):
-        assert syncbn.summary(syncbn.convert_syncbn_model(model)).others == ()
-    syncbn.convert_syncbn_model(torch.fx.symbolic_trace(nn.Sequential(nn.BatchNorm2d(3))))
+# Layers in plain lists and dicts.
 
 
 class Holder(nn.Module):
-    """Keeps a value in an attribute, without registering the value's modules."""
+    """Keeps a value in an attribute. nn.Module does not register modules inside a list or dict."""
 
     def __init__(self, value: object) -> None:
         super().__init__()
-        vars(self)["value"] = value
+        self.value = value
 
 
-def test_layers_in_plain_lists_and_dicts_are_named() -> None:
+def test_conversion_and_summary_name_modules_that_keep_layers_in_plain_lists_and_dicts() -> None:
     """Subclasses of dict are skipped, because Lightning keeps a copy of a module's arguments in one."""
-    layer, built, frozen = nn.BatchNorm2d(3), syncbn.SyncBatchNorm(3), nn.BatchNorm2d(3).eval()
-    values = [[layer], {"a": nn.Sequential(layer)}, (3, layer), [*range(MAX_INSPECTED - 1), layer]]
-    values += [OrderedDict(a=layer), [nn.InstanceNorm2d(3)], {"a": built}, [frozen], [nn.SyncBatchNorm(3)], [3, None]]
-    values += ["norm", [*range(MAX_INSPECTED), layer]]
-    model = nn.ModuleList([Holder(value) for value in values])
-    named = f"4 Holder (layer '0', layer '1', layer '2', ...): {UNREGISTERED}"
-    with pytest.warns(UserWarning, match=f"^syncbn did not convert these layers: {re.escape(named)}$"):
+    layer, limit = nn.BatchNorm2d(3), unconverted.MAX_INSPECTED
+    named = [[layer], (3, layer), {"a": nn.Sequential(layer)}, [*range(limit - 1), layer]]
+    not_named = [[*range(limit), layer], OrderedDict(a=layer), [nn.InstanceNorm2d(3)], [nn.BatchNorm2d(3).eval()]]
+    not_named += [[nn.SyncBatchNorm(3)], [syncbn.SyncBatchNorm(3)], [3, None], "a string"]
+    model = nn.ModuleList([Holder(value) for value in named + not_named])
+    expected = f"4 Holder (layer '0', layer '1', layer '2', ...): {unconverted.UNREGISTERED}"
+    with pytest.warns(UserWarning, match=f"^syncbn did not convert these layers: {re.escape(expected)}$"):
         syncbn.convert_syncbn_model(model)
-    assert str(syncbn.summary(model)) == f"not synchronised: {named}"
-    model = nn.ModuleList([*map(copy.copy, model), layer])  # registers the layer
-    assert len(syncbn.summary(syncbn.convert_syncbn_model(model))) == 1
+    assert str(syncbn.summary(model)) == f"not synchronised: {expected}"
+    model = nn.ModuleList([*map(copy.copy, model), layer])
+    syncbn.convert_syncbn_model(model)  # does not warn, because the last element registers the layer
     assert syncbn.summary(model).others == ()

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from voting import Ranks
+
+from syncbn.texts import warn_once
 
 # torch 2.13 renamed the argument and warns of the old name.
 _parameters = inspect.signature(DistributedDataParallel).parameters
@@ -88,6 +91,17 @@ def preserved_state(module: nn.Module) -> Iterator[None]:
     before = copy.deepcopy(module.state_dict())
     yield
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+
+
+@contextlib.contextmanager
+def syncbn_warnings() -> Iterator[list[str]]:
+    """Collect syncbn's warnings in a list, which is complete after the context. Include warnings that this process has
+    already issued once."""
+    warn_once.cache_clear()
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        yield texts
+    texts += [str(warning.message) for warning in caught if "syncbn" in str(warning.message)]
 
 
 def require_trains_as(alone: nn.Module, ranks: Ranks, model: nn.Module, wrapped: nn.Module | None = None) -> None:

@@ -1,138 +1,124 @@
 """Tests that a converted model trains on ranks as one process does, whatever the forwards of its layers call.
 
 A call of batch norm that passes a tensor of its layer is synchronised, also in a graph. Other calls stay local, and a
-warning names them. test_convert.py tests what needs no ranks.
+warning names the class of the layer. test_convert.py tests what needs no ranks.
 """
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.fx
 import torch.nn.functional as F
-from subclasses_of_batchnorm import BatchNormAct2d, CallsFunctional, CallsSuper2d, Frozen, ManualBatchNorm, parametrized
+from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, Frozen, parametrized
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from training import CountCollectives, require_trains_as, step, whole_batches
+from training import CountCollectives, require_trains_as, step, syncbn_warnings, whole_batches
 from voting import Ranks
 
 import syncbn
-from syncbn.texts import warn_once
+from syncbn.functional import sync_batch_norm
 
-# Models: training, revert and copies.
+# Models.
 
 
-def sequential(*layers: nn.Module) -> nn.Module:
+def small_model(*layers: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 3, 3), *layers, nn.Flatten(), nn.Linear(108, 5))
+    return nn.Sequential(nn.Conv2d(1, 3, 3), *layers, nn.Flatten(), nn.Linear(3 * 6 * 6, 5)).double()
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "plain": lambda: sequential(nn.BatchNorm2d(3)),
-    "timm's": lambda: sequential(BatchNormAct2d(3)),
-    "traced by torch.fx": lambda: torch.fx.symbolic_trace(sequential(nn.BatchNorm2d(3, momentum=None))),
-    "one layer twice": lambda: sequential(*[nn.BatchNorm2d(3)] * 2, nn.Tanh()),
+SHARED_LAYER = nn.BatchNorm2d(3)
+MODELS = {
+    "timm's layer": small_model(BatchNormAct2d(3)),
+    "parametrized": small_model(parametrized(BatchNormAct2d(3))),
+    "one layer twice": small_model(SHARED_LAYER, nn.Tanh(), SHARED_LAYER),
+    "traced by torch.fx": torch.fx.symbolic_trace(small_model(nn.BatchNorm2d(3, momentum=None))),
 }
 
 
-@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
-def test_trains_as_one_process_and_reverts_for_export(ranks: Ranks, build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("original", MODELS.values(), ids=MODELS)
+def test_a_converted_model_trains_as_one_process_and_reverts_for_export(ranks: Ranks, original: nn.Module) -> None:
     """After a revert the exported model equals the evaluation of an unconverted model, bit for bit."""
-    alone, original, model = (build().double().to(ranks.device) for _ in range(3))
+    alone, model = (copy.deepcopy(original).to(ranks.device) for _ in range(2))
     require_trains_as(alone, ranks, syncbn.convert_syncbn_model(model))
     syncbn.revert_syncbn_model(model.eval())
-    original.load_state_dict(model.state_dict())
     assert not any(isinstance(module, syncbn.SyncBatchNorm) for module in model.modules())
-    x = whole_batches(ranks, 1)[0][0]
-    expected = original.eval()(x)
+    alone.load_state_dict(model.state_dict())
+    x = whole_batches(ranks, num_steps=1)[0][0]
+    expected = alone.eval()(x)
     assert torch.equal(model(x), expected)
     if ranks.rank == 0:
         assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
 
 
-class CopiesItsDict(nn.BatchNorm2d):
-    """Defines how its instances are copied and pickled: with all of `__dict__`."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
-        memo[id(self)] = other = type(self).__new__(type(self))
-        other.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return other
-
-    def __getstate__(self) -> dict[str, object]:
-        return self.__dict__.copy()
+def copy_attributes(layer: nn.Module) -> nn.Module:
+    """Copy a layer without its `__getstate__`, as the `__deepcopy__` of some classes does."""
+    copied = type(layer).__new__(type(layer))
+    copied.__dict__ = copy.deepcopy(layer.__dict__)
+    return copied
 
 
-@pytest.mark.parametrize("copy_by", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_holds_nothing_that_belongs_to_one_layer(ranks: Ranks, copy_by: Callable[..., nn.Module]) -> None:
-    """A layer has, for example, a site on its group. The copy trains over all ranks too."""
-    model = syncbn.convert_syncbn_model(nn.Sequential(CopiesItsDict(3))).to(ranks.device)
-    x = torch.randn(2, 3, 5, 5, device=ranks.device) + ranks.rank
-    with syncbn.accumulate_running_stats(model):
-        expected = model(x)
-        (layer,) = copied = copy_by(model)
-    assert layer._syncbn_site is layer._options is layer._train_override is None
+def pickle_and_unpickle(layer: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(layer))
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy_attributes, pickle_and_unpickle])
+def test_a_copy_of_a_layer_that_has_trained_is_another_layer(
+    ranks: Ranks, make_copy: Callable[[nn.Module], nn.Module]
+) -> None:
+    """pickle cannot import the class of the layer, which the conversion has created."""
+    layer = syncbn.convert_syncbn_model(BatchNormAct2d(3)).to(ranks.device)
+    x = torch.randn(4, 3, 2, 2, device=ranks.device) + ranks.rank
+    expected = layer(x)
+    copied = make_copy(layer)
+    assert copied._syncbn_site is None
     torch.testing.assert_close(copied(x), expected)
-    assert layer.num_batches_tracked == 1
 
 
 # Layers whose forward calls batch norm.
 
-Build = Callable[..., nn.Module]  # the class of a layer, or a function with the same arguments
+
+class GhostBatchNorm(nn.BatchNorm2d):
+    """Normalises two halves of the batch, one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        running = self.running_mean, self.running_var
+        halves = [F.batch_norm(half, *running, self.weight, self.bias, training=True) for half in (x[::2], x[1::2])]
+        return torch.stack(halves, 1).flatten(0, 1)
 
 
-def subclass(name: str, forward: Callable[[nn.BatchNorm2d, Tensor], Tensor]) -> type[nn.BatchNorm2d]:
-    return type(name, (nn.BatchNorm2d,), {"forward": forward})
+class Slices(nn.BatchNorm2d):
+    """Normalises the last two channels, like a layer of a slimmable network."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        running = self.running_mean[1:], self.running_var[1:]
+        return F.batch_norm(x[:, 1:], *running, self.weight[1:], self.bias[1:], training=True)
 
 
-def running(layer: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    return layer.running_mean, layer.running_var
+class TorchFunction(nn.BatchNorm2d):
+    """Calls torch.batch_norm, whose arguments have another order than those of F.batch_norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        running = self.running_mean, self.running_var
+        return torch.batch_norm(x, self.weight, self.bias, *running, True, 0.1, self.eps, False)
 
 
-def ghost(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """Normalise two parts of the batch, one after the other."""
-    parts = [F.batch_norm(part, *running(layer), layer.weight, layer.bias, True) for part in (x[::2], x[1::2])]
-    return torch.stack(parts, 1).flatten(0, 1)
+class InstanceNorm(nn.BatchNorm2d):
+    """Normalises each sample by F.batch_norm, with copies of the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, num_channels, height, width = x.shape
+        channels = x.reshape(1, n * num_channels, height, width)
+        return F.batch_norm(channels, None, None, self.weight.repeat(n), training=True).view_as(x)
 
 
-def slice_channels(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """Normalise the last two channels, like a slimmable network."""
-    tensors = [None if tensor is None else tensor[1:] for tensor in (*running(layer), layer.weight)]
-    return F.batch_norm(x[:, 1:], *tensors, training=True)
-
-
-def normalise_instances(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    n, c, *sizes = x.shape
-    return F.batch_norm(x.reshape(1, n * c, *sizes), None, None, layer.weight.repeat(n), training=True).view_as(x)
-
-
-def parametrized_act(*args: Any, **options: Any) -> nn.Module:
-    return parametrized(BatchNormAct2d(*args, **options))
-
-
-# fmt: off
-Ghost = subclass("Ghost", ghost)
-Slices = subclass("Slices", slice_channels)
-NoStatistics = subclass(
-    "NoStatistics", lambda layer, x: F.batch_norm(x, None, None, layer.weight, layer.bias, training=True))
-TorchFunction = subclass(
-    "TorchFunction",
-    lambda layer, x: torch.batch_norm(x, layer.weight, layer.bias, *running(layer), True, 0.1, layer.eps, False))
-InstanceNorm = subclass("InstanceNorm", normalise_instances)
-InstanceAndBatchNorm = subclass(
-    "InstanceAndBatchNorm", lambda layer, x: normalise_instances(layer, NoStatistics.forward(layer, x)))
-# fmt: on
-
-
-def build_layers(ranks: Ranks, build: Build, **options: Any) -> tuple[nn.Module, nn.Module]:
+def build_layers(ranks: Ranks, layer_class: type[nn.Module], **options: object) -> tuple[nn.Module, nn.Module]:
     """Return an unconverted layer with 3 channels and random parameters, and a converted copy."""
-    plain = build(3, dtype=torch.float64, device=ranks.device, **options)
-    for index, parameter in enumerate(plain.parameters()):
+    original = layer_class(3, dtype=torch.float64, device=ranks.device, **options)
+    for index, parameter in enumerate(original.parameters()):
         nn.init.normal_(parameter, generator=torch.Generator(ranks.device).manual_seed(index))
-    return plain, syncbn.convert_syncbn_model(copy.deepcopy(plain))
+    return original, syncbn.convert_syncbn_model(copy.deepcopy(original))
 
 
 def uneven_batch(ranks: Ranks) -> tuple[Tensor, slice]:
@@ -142,119 +128,101 @@ def uneven_batch(ranks: Ranks) -> tuple[Tensor, slice]:
     return x.to(ranks.device), ranks.local_slice(sizes)
 
 
-def syncbn_warnings(function: Callable[[], object]) -> list[str]:
-    """Return syncbn's warnings in a call, including those that this process has given before."""
-    warn_once.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        function()
-    return [str(warning.message) for warning in caught if "syncbn" in str(warning.message)]
+LOCAL_CALL = "forward calls F.batch_norm with none of the layer's weight, bias, running_mean and running_var. "
 
 
 @pytest.mark.parametrize(
-    ("build", "options", "num_all_reduces", "warns"),
+    ("layer_class", "options", "num_collectives", "num_warnings"),
     [
-        (BatchNormAct2d, {}, 1, False),
-        (parametrized_act, {}, 1, False),
-        (CallsSuper2d, {}, 1, False),
-        (Ghost, {}, 2, False),
-        (Slices, {}, 1, False),
-        (Slices, {"track_running_stats": False}, 1, False),
-        (Slices, {"affine": False}, 1, False),
-        (NoStatistics, {}, 1, False),
-        (NoStatistics, {"track_running_stats": False}, 1, False),
-        (NoStatistics, {"track_running_stats": False, "affine": False}, 1, False),
-        (TorchFunction, {}, 1, False),
-        (InstanceNorm, {}, 0, True),
-        (InstanceAndBatchNorm, {}, 1, True),
+        (BatchNormAct2d, {}, 1, 0),
+        (CallsSuper2d, {}, 1, 0),
+        (GhostBatchNorm, {}, 2, 0),
+        (Slices, {}, 1, 0),
+        (TorchFunction, {}, 1, 0),
+        (TorchFunction, {"affine": False}, 1, 0),
+        (TorchFunction, {"track_running_stats": False}, 1, 0),
+        (TorchFunction, {"track_running_stats": False, "affine": False}, 1, 0),  # The layer has no tensor to pass.
+        (InstanceNorm, {}, 0, 1),
     ],
 )
 def test_a_call_that_passes_a_tensor_of_the_layer_is_synchronised(
-    ranks: Ranks, build: Build, options: dict[str, bool], num_all_reduces: int, warns: bool
+    ranks: Ranks, layer_class: type[nn.Module], options: dict[str, bool], num_collectives: int, num_warnings: int
 ) -> None:
-    """Each call of a layer without tensors is synchronised too. Other calls stay local, and one warning names the
-    class."""
-    plain, layer = build_layers(ranks, build, **options)
-    whole, own = uneven_batch(ranks)
-    x, outputs = whole[own].requires_grad_(), []
-    with CountCollectives() as forward:
-        warned = syncbn_warnings(lambda: outputs.extend(layer(x) for _ in range(2)))
+    """Other calls stay local, and one warning names the class."""
+    original, layer = build_layers(ranks, layer_class, **options)
+    batch, local = uneven_batch(ranks)
+    x = batch[local].requires_grad_()
+    with syncbn_warnings() as warnings, CountCollectives() as forward:
+        outputs = layer(x), layer(x)
     with CountCollectives() as backward:
         outputs[1].sum().backward()
-    assert (forward.total, backward.total) == (2 * num_all_reduces, num_all_reduces)
-    expected = [plain(whole)[own] for _ in range(2)]
-    torch.testing.assert_close((outputs, layer.state_dict()), (expected, plain.state_dict()))
-    title = f"syncbn is not synchronising: {type(plain).__name__}.forward calls F.batch_norm with none of the layer's "
-    assert [text[: len(title)] for text in warned] == [title] * warns
-    last_step = f"synchronised over {ranks.size} ranks" if num_all_reduces else "not synchronised"
+    assert (forward.total, backward.total) == (2 * num_collectives, num_collectives)
+    expected = original(batch)[local], original(batch)[local]
+    torch.testing.assert_close((outputs, layer.state_dict()), (expected, original.state_dict()))
+    assert len(warnings) == num_warnings
+    assert all(f"{type(original).__name__}.{LOCAL_CALL}" in warning for warning in warnings)
+    last_step = f"synchronised over {ranks.size} ranks" if num_collectives else "not synchronised"
     assert syncbn.summary(layer)[0].last_step == last_step
 
 
-@pytest.mark.parametrize(
-    ("layer_class", "modes"),
-    [(TorchFunction, [True]), (BatchNormAct2d, [True, False]), (CallsSuper2d, [True, False])],
-)
-def test_options_of_syncbn_in_a_subclass(ranks: Ranks, layer_class: type[nn.Module], modes: list[bool]) -> None:
-    """channel_last and fuse_relu apply to the batch norm that a forward calls, in training and evaluation."""
-    whole, own = uneven_batch(ranks)
-    plain, layer = (layer_class(3, dtype=torch.float64, device=ranks.device) for _ in range(2))
-    plain.act = layer.act = nn.Identity()
-    syncbn.convert_syncbn_model(layer, channel_last=True).fuse_relu = True
-    for training in modes:
-        plain.train(training), layer.train(training)
-        output = layer(whole[own].movedim(1, -1)).movedim(-1, 1)
-        torch.testing.assert_close((output, layer.state_dict()), (plain(whole).relu()[own], plain.state_dict()))
-
-
-# Forwards that a program has replaced, or that take other inputs.
-
-
-def shifted(layer: nn.BatchNorm2d, x: Tensor, forward: Callable[..., Tensor] = nn.BatchNorm2d.forward) -> Tensor:
-    return forward(layer, x) + 5
-
-
-OWN = type("OwnForward", (nn.BatchNorm2d,), {})
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("layer_class", "owner"),
-    [(nn.BatchNorm2d, nn.BatchNorm2d), (nn.BatchNorm2d, _BatchNorm), (CallsSuper2d, nn.BatchNorm2d), (OWN, OWN)],
-)
-def test_a_forward_that_is_replaced_on_a_class(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, layer_class: type[nn.Module], owner: type[nn.Module]
+@pytest.mark.parametrize("layer_class", [BatchNormAct2d, CallsSuper2d])
+def test_channel_last_and_fuse_relu_apply_to_the_batch_norm_that_a_forward_calls(
+    ranks: Ranks, layer_class: type[nn.Module]
 ) -> None:
-    """The new forward is synchronised in layers that were converted before and after, and in a graph."""
-    whole, own = uneven_batch(ranks)
-    plain, before = build_layers(ranks, layer_class)
-    monkeypatch.setattr(owner, "forward", shifted)
-    after, compiled = syncbn.convert_syncbn_model(copy.deepcopy(plain)), copy.deepcopy(before)
-    calls = before, after, torch.compile(compiled, backend="aot_eager", fullgraph=True)
-    expected = plain(whole)[own], plain.state_dict()
-    for call, layer in zip(calls, (before, after, compiled), strict=True):
-        torch.testing.assert_close((call(whole[own]), layer.state_dict()), expected)
-        torch.testing.assert_close(call.eval()(whole), plain.eval()(whole))
+    batch, local = uneven_batch(ranks)
+    original, layer = (layer_class(3, dtype=torch.float64, device=ranks.device) for _ in range(2))
+    layer.act = nn.Identity()  # BatchNormAct2d would apply a relu by itself.
+    syncbn.convert_syncbn_model(layer, channel_last=True).fuse_relu = True
+    for training in (True, False):
+        expected = original.train(training)(batch).relu()[local]
+        output = layer.train(training)(batch[local].movedim(1, -1)).movedim(-1, 1)
+        torch.testing.assert_close((output, layer.state_dict()), (expected, original.state_dict()))
+
+
+# Forwards that a program has replaced, or whose input is not a tensor.
+
+TORCH_FORWARD = nn.BatchNorm2d.forward
+
+
+def forward_plus_five(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    return TORCH_FORWARD(layer, x) + 5
+
+
+@pytest.mark.parametrize("layer_class", [nn.BatchNorm2d, CallsSuper2d])
+def test_a_forward_that_replaces_that_of_nn_batchnorm_is_synchronised(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, layer_class: type[nn.Module]
+) -> None:
+    """The new forward runs in layers that were converted before and after the replacement."""
+    batch, local = uneven_batch(ranks)
+    original, before = build_layers(ranks, layer_class)
+    monkeypatch.setattr(nn.BatchNorm2d, "forward", forward_plus_five)
+    after = syncbn.convert_syncbn_model(copy.deepcopy(original))
+    expected, expected_in_evaluation = original(batch)[local], original.eval()(batch)
+    for layer in (before, after):
+        torch.testing.assert_close(layer(batch[local]), expected)
+        torch.testing.assert_close(layer.state_dict(), original.state_dict())
+        torch.testing.assert_close(layer.eval()(batch), expected_in_evaluation)
 
 
 class PointBatchNorm(nn.BatchNorm1d):
-    """Like torchsparse's: takes values (points, C) and coordinates."""
+    """Takes values (points, C) and coordinates, like torchsparse's layer."""
 
     def forward(self, input: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return super().forward(input[0]), input[1]
 
 
-def test_a_subclass_whose_input_is_not_a_tensor(ranks: Ranks) -> None:
-    whole, own = uneven_batch(ranks)
-    points = whole[:, :, 0, 0]
-    layer, plain = (PointBatchNorm(3, dtype=torch.float64, device=ranks.device) for _ in range(2))
-    output, _ = syncbn.convert_syncbn_model(layer)((points[own], points.new_zeros(1, 4)))
-    torch.testing.assert_close(output, plain((points, points))[0][own])
+def test_a_forward_whose_input_is_not_a_tensor_is_synchronised(ranks: Ranks) -> None:
+    batch, local = uneven_batch(ranks)
+    points = batch[:, :, 0, 0]
+    layer, original = (PointBatchNorm(3, dtype=torch.float64, device=ranks.device) for _ in range(2))
+    output, _ = syncbn.convert_syncbn_model(layer)((points[local], points[local]))
+    torch.testing.assert_close(output, original((points, points))[0][local])
 
 
-# Layers whose forward calls no batch norm, or hides the call in a graph.
+# Graphs, and layers whose forward calls no batch norm.
 
 
-class Breaks(CallsSuper2d):
+class BreaksGraph(CallsSuper2d):
     """Breaks the graph before and after its batch norm."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -264,59 +232,61 @@ class Breaks(CallsSuper2d):
         return y
 
 
-@pytest.mark.compiles
-@pytest.mark.parametrize(
-    "build",
-    [BatchNormAct2d, parametrized_act, CallsSuper2d, Slices, TorchFunction, InstanceNorm, InstanceAndBatchNorm,
-     CallsFunctional, Frozen, Breaks, ManualBatchNorm],
-)  # fmt: skip
-def test_a_graph_synchronises_and_warns_as_in_eager_mode(ranks: Ranks, build: Build) -> None:
-    """An evaluation does not warn."""
-    layer, results = build_layers(ranks, build)[1], []
-    compiled_layer, (whole, own) = copy.deepcopy(layer), uneven_batch(ranks)
-    compiled = torch.compile(compiled_layer, backend="aot_eager", fullgraph=build is not Breaks)
-    expected = syncbn_warnings(lambda: results.append(step(layer, layer, whole[own])))
-    assert syncbn_warnings(lambda: results.append(step(compiled, compiled_layer, whole[own]))) == expected
-    torch.testing.assert_close(*results)
-    if expected:
-        assert syncbn_warnings(lambda: compiled.eval()(whole)) == []
+class CallsFunctional(nn.BatchNorm2d):
+    """Calls the function that syncbn's warning recommends."""
 
-
-class Compiled(nn.BatchNorm2d):
-    @torch.compile(backend="eager", fullgraph=True)
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 2
+        running = self.running_mean, self.running_var
+        return sync_batch_norm(x, *running, self.weight, self.bias, self.training, 0.1, self.eps)
+
+
+class ManualBatchNorm(nn.BatchNorm2d):
+    """Computes batch norm by itself, so no call can be synchronised."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)
+
+
+NOT_WARNING = BatchNormAct2d, CallsSuper2d, CallsFunctional, Frozen, BreaksGraph
+WARNING = InstanceNorm, ManualBatchNorm
 
 
 @pytest.mark.compiles
-def test_a_forward_that_is_a_graph_is_not_warned_of(ranks: Ranks) -> None:
-    """pytest turns a warning into an error. The graph without gradients calls other operators."""
-    plain, layer = build_layers(ranks, Compiled)
-    x, own = uneven_batch(ranks)
-    for requires_grad in (True, False):
-        layer.requires_grad_(requires_grad)
-        torch.testing.assert_close(layer(x[own]), nn.BatchNorm2d.forward(plain, x)[own] * 2)
-        assert syncbn.summary(layer)[0].last_step == "not known"
+@pytest.mark.parametrize("layer_class", NOT_WARNING + WARNING)
+def test_a_graph_synchronises_and_warns_as_in_eager_mode(ranks: Ranks, layer_class: type[nn.Module]) -> None:
+    _, layer = build_layers(ranks, layer_class)
+    layer_in_graph, (batch, local) = copy.deepcopy(layer), uneven_batch(ranks)
+    compiled = torch.compile(layer_in_graph, backend="aot_eager", fullgraph=layer_class is not BreaksGraph)
+    with syncbn_warnings() as expected_warnings:
+        expected = step(layer, layer, batch[local])
+    with syncbn_warnings() as warnings:
+        actual = step(compiled, layer_in_graph, batch[local])
+    torch.testing.assert_close(actual, expected)
+    assert warnings == expected_warnings
+    assert len(warnings) == (1 if layer_class in WARNING else 0)
+    with syncbn_warnings() as warnings_in_evaluation:
+        compiled.eval()(batch)
+    assert warnings_in_evaluation == []
 
 
 def test_one_warning_names_each_class_whose_forward_does_not_synchronise(ranks: Ranks) -> None:
-    """The previous step may have synchronised. A layer that contains another layer is not named. Layers of one rank do
-    not warn, because they leave no ranks out."""
-    outer = subclass("Outer", ManualBatchNorm.forward)(3)
-    outer.inner = nn.BatchNorm2d(3)
-    model = nn.Sequential(ManualBatchNorm(3), outer, Frozen(3), InstanceNorm(3)).to(ranks.device)
-    syncbn.convert_syncbn_model(model)
-    model[0]._synchronised_ranks = ranks.size
+    """Layers in groups of one rank and in evaluation do not warn."""
+    model = nn.Sequential(ManualBatchNorm(3), ManualBatchNorm(3), Frozen(3), InstanceNorm(3))
+    syncbn.convert_syncbn_model(model.to(ranks.device))
     x = torch.randn(4, 3, 2, 2, device=ranks.device)
-    assert syncbn_warnings(lambda: model(x)) == [
+    with syncbn_warnings() as warnings:
+        model(x)
+    assert warnings == [
         "syncbn is not synchronising: ManualBatchNorm.forward calls neither super().forward nor F.batch_norm in "
         "training. If it uses the statistics of this rank's batch, let it call one of the two, or "
         "syncbn.functional.sync_batch_norm. A layer that communicates by itself needs no change.",
-        "syncbn is not synchronising: InstanceNorm.forward calls F.batch_norm with none of the layer's weight, "
-        "bias, running_mean and running_var. If that call uses the statistics of the batch, pass one of the four or a "
-        "slice of it, not a copy such as weight.float(), or call syncbn.functional.sync_batch_norm.",
+        f"syncbn is not synchronising: InstanceNorm.{LOCAL_CALL}If that call uses the statistics of the batch, pass "
+        "one of the four or a slice of it, not a copy such as weight.float(), or call "
+        "syncbn.functional.sync_batch_norm.",
     ]
-    last_steps = ["not known", "not known", "none yet", "not synchronised", "not synchronised"]
+    last_steps = ["not known", "not known", "not synchronised", "not synchronised"]
     assert [row.last_step for row in syncbn.summary(model)] == last_steps
-    assert syncbn_warnings(lambda: model.eval()(x)) == []
-    assert syncbn_warnings(lambda: syncbn.convert_syncbn_model(model, process_group=1).train()(x)) == []
+    with syncbn_warnings() as warnings:
+        model.eval()(x)
+        syncbn.convert_syncbn_model(model, process_group=1).train()(x)
+    assert warnings == []
