@@ -216,8 +216,8 @@ def test_inference_tensors_are_refused_outside_of_their_mode_although_kernels_ar
     for _ in range(2):
         check_step(arguments())
         sync_batch_norm(**arguments())
+        x = arguments()["input"].requires_grad_()
         with pytest.raises(ValueError, match=f"{name} .*was made in torch.inference_mode"):
-            x = arguments()["input"].requires_grad_()
             sync_batch_norm(**arguments(input=x, **{name: bad}))
 
 

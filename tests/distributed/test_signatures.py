@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from mixtures import MIXTURES, HookedStore, Model, X
-from subclasses_of_batchnorm import BatchNormAct2d
 from torch import Tensor
 from training import preserved_state
 from voting import Ranks
@@ -57,7 +56,7 @@ def test_ranks_that_differ_raise_before_statistics_are_mixed(ranks: Ranks, name:
 def test_a_setting_that_differs_on_one_rank_raises(ranks: Ranks, name: str, changed: object, default: str) -> None:
     """In the first call of a layer, and in a later call, after all ranks have changed the setting and restored it."""
     x = torch.randn(4, 3, 3, 3)
-    new, trained = (syncbn.convert_syncbn_model(BatchNormAct2d(3)) for _ in range(2))
+    new, trained = syncbn.SyncBatchNorm2d(3), syncbn.SyncBatchNorm2d(3)
     for value in (changed, getattr(trained, name)):
         setattr(trained, name, value)
         trained(x)
