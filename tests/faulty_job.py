@@ -32,8 +32,6 @@ NUM_STEPS, FAULTY_STEP = 6, 3
 FAULT, *FOLDER = sys.argv[1:]
 RANK, NUM_RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 IS_LAST_RANK = RANK == NUM_RANKS - 1
-# Otherwise the ranks would wait for the last rank in the broadcast of DistributedDataParallel, not in a layer.
-BROADCASTS_BUFFERS = FAULT in ("evaluates, DDP broadcasts buffers", "one batch less, then a metric")
 
 
 class Body(nn.Module):
@@ -71,7 +69,6 @@ def wait_until_position_is_written() -> None:
 
 
 def before_faulty_step(model: nn.Sequential) -> None:
-    """Do what a fault needs between the second step and the third step."""
     if FAULT == "a group on one rank alone" and IS_LAST_RANK:
         model.body.bn1.process_group = NUM_RANKS
     if FAULT == "stopped for longer than the timeout" and IS_LAST_RANK:
@@ -91,17 +88,16 @@ def before_faulty_step(model: nn.Sequential) -> None:
 
 
 def call_in_forked_process(model: nn.Module) -> None:
-    """Call the model in a child process, which inherits the process group, and exit with an error."""
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
+    """Call the model in a child process, which inherits the process group, and print the error."""
+    if os.fork():
+        os.wait()
         sys.exit("the forked process has ended")
     signal.alarm(15)  # ends the child if the call hangs
     try:
         model(torch.randn(4, 3))
     except RuntimeError as error:
         print(error, file=sys.stderr, flush=True)
-    os._exit(1)
+    os._exit(1)  # A normal exit would wait for threads of the parent process.
 
 
 @torch.no_grad()
@@ -148,14 +144,12 @@ def train() -> None:
     syncbn.convert_syncbn_model(model)
     ddp = model  # The constructor of DistributedDataParallel would raise for other channels.
     if FAULT != "channels":
-        ddp = DistributedDataParallel(model, broadcast_buffers=BROADCASTS_BUFFERS)
+        # With a broadcast of buffers ranks wait for a late rank in the broadcast; without a broadcast, in a layer.
+        ddp = DistributedDataParallel(model, broadcast_buffers=FAULT == "one batch less, then a metric")
     for step in range(1, num_steps + 1):
         if step == FAULTY_STEP:
             before_faulty_step(model)
         body.fault = FAULT if IS_LAST_RANK and step == FAULTY_STEP else ""
-        if body.fault.startswith("evaluates"):
-            ddp.eval()(torch.randn(4, 3))
-            ddp.train()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=body.fault == "autocast"):
             y = ddp(random_input(step))
         if body.fault == "out of memory, caught":
@@ -165,10 +159,11 @@ def train() -> None:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore", FutureWarning)  # of DDP's argument broadcast_buffers
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has renamed the argument broadcast_buffers.
     store, _, _ = next(dist.rendezvous("env://"))
     store.set(f"rank {RANK} has started", "")
-    store.wait([f"rank {rank} has started" for rank in range(NUM_RANKS)])  # for longer than the timeout, if necessary
+    # A rank on a busy machine may start so late that the other ranks would time out in init_process_group.
+    store.wait([f"rank {rank} has started" for rank in range(NUM_RANKS)])
     if BACKEND == "nccl":
         os.environ["NCCL_HOSTID"] = str(RANK)  # nccl refuses two ranks of one host on one GPU
         torch.set_default_device("cuda")

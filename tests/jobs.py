@@ -67,8 +67,8 @@ def started_ranks(num_ranks: int, *command: object, **environment: str) -> Itera
     ranks = []
     try:
         for rank in range(num_ranks):
-            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(Started([*map(str, command)], ENVIRONMENT | variables | of_rank | environment))
+            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(Started([*map(str, command)], ENVIRONMENT | variables | environment))
         yield ranks
     finally:
         for started in ranks:

@@ -79,7 +79,7 @@ def _server() -> subprocess.Popen[str]:
 def _serve() -> list[str]:
     """Fork a waiting process for each request. The waiting process forks the program, and writes the exit status.
 
-    Return twice: in each program its arguments, and in the server at its end an empty list.
+    In a program, return the arguments of the program. In the server, return an empty list when the requests end.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel reaps the waiting processes.
     for line in sys.stdin:

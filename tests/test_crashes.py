@@ -61,7 +61,7 @@ def test_a_job_killed_at_random_moments_ends_with_the_checkpoint_of_an_uninterru
 ) -> None:
     """Weights, buffers, losses and the order of the batches of two ranks are equal bit for bit."""
     num_kills, chance = pytestconfig.getoption("--kills"), random.Random(0)
-    steps = 8 * num_kills  # in each of two epochs, so that the last kill comes before the end
+    steps = 8 * num_kills  # The job then lasts until the last kill.
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
     torchrun = start(killed, steps, "--standalone", "--nproc-per-node", 2, "--max-restarts", num_kills)
     steps_at_kills = [0]
@@ -79,7 +79,7 @@ def test_a_job_killed_at_random_moments_ends_with_the_checkpoint_of_an_uninterru
         steps_at_kills.append(num_steps(killed))
     run_on_ranks(2, *digits(uninterrupted, steps))
     assert torchrun.wait() == 0, torchrun.output()[-3000:]
-    assert steps_at_kills == sorted(steps_at_kills)  # No restart begins anew.
+    assert steps_at_kills == sorted(steps_at_kills)  # Each restart has continued.
     assert num_steps(killed) == 2 * steps
     checkpoints = load_checkpoint(killed), load_checkpoint(uninterrupted)
     # Lists, because the operator == of two checkpoints cannot compare tensors.
@@ -94,13 +94,13 @@ def test_training_continues_with_fewer_ranks(start: Callable[..., Started], tmp_
         endpoint = f"localhost:{probe.getsockname()[1]}"
     elastic = "--nnodes", "1:2", "--max-restarts", 3, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint
     torchruns = []
-    for num_ranks, is_host in ((2, True), (1, False)):  # The first torchrun has the store of the rendezvous.
+    for num_ranks, is_host in ((2, True), (1, False)):  # The first torchrun has the store.
         options = "--nproc-per-node", num_ranks, "--rdzv-id", "job", "--rdzv-conf"
         settings = f"is_host={is_host},last_call_timeout=2,keep_alive_interval=1"
         torchruns.append(start(tmp_path, 20, *elastic, *options, settings))
     remaining, lost = torchruns
     rank_of_lost = Path(f"/proc/{lost.pid}/task/{lost.pid}/children")
-    # The first two ranks may train without the third, until the second torchrun has started it.
+    # Until the second torchrun has started the third rank, the first two ranks may train alone.
     num_steps_before_third = num_steps_together = 0
     while num_steps_together < 5:
         assert remaining.poll() is None, remaining.output()

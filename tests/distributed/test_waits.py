@@ -1,4 +1,5 @@
-"""Tests when a rank warns that it waits, and which cause it reports first; then errors of one rank, and default groups.
+"""Tests when a rank warns of a wait and which cause it reports first, errors of one rank or of the store, and reports
+of jobs that have several default groups, one after another.
 
 Rank 1 is late until rank 0 has reported the expected text. tests/test_reports.py has the other lines and causes.
 """
@@ -9,6 +10,7 @@ import itertools
 import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,7 +45,7 @@ X = torch.randn(4, 3, requires_grad=True)
 def test_a_wait_of_35_s_is_reported_once(
     ranks: Ranks, reports: Reports, set_seconds: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank warns after 30 s and after 60 s. Both ranks continue. Here the first wait of rank 0 counts as 35 s."""
+    """A rank warns after 30 s and after 60 s of a wait. Here the first wait of rank 0 counts as 35 s."""
 
     def seconds(collective: Collective) -> float:
         is_first = collective.description() == "SyncBatchNorm forward, call 1"
@@ -63,7 +65,7 @@ def test_a_wait_of_35_s_is_reported_once(
 
 
 def test_waits_outside_of_layers_are_not_reported(ranks: Ranks, reports: Reports) -> None:
-    """Each wait is longer than the half second after which a wait in a layer is reported here."""
+    """The waits take 0.7 s. In a layer a wait of 0.5 s is reported here."""
 
     def wait_in_backward(_: Tensor) -> None:
         time.sleep(0.7)
@@ -72,7 +74,7 @@ def test_waits_outside_of_layers_are_not_reported(ranks: Ranks, reports: Reports
     layer = syncbn.SyncBatchNorm(3)
     dist.barrier()  # The ranks start together, so that no rank is late in the layer.
     y = layer(X)
-    time.sleep(0.7)  # as for data
+    time.sleep(0.7)  # The program may wait for data.
     y.register_hook(wait_in_backward)
     y.sum().backward()
     dist.barrier()
@@ -80,7 +82,7 @@ def test_waits_outside_of_layers_are_not_reported(ranks: Ranks, reports: Reports
 
 
 def test_the_wait_of_one_thread_is_reported_while_another_thread_trains(ranks: Ranks, reports: Reports) -> None:
-    """Each thread has a layer with a group of its own."""
+    """The two threads use different process groups."""
     waiting, training = (syncbn.SyncBatchNorm(3, process_group=dist.new_group()) for _ in range(2))
     for layer in (waiting, training):
         layer(X)
@@ -102,13 +104,9 @@ def test_the_wait_of_one_thread_is_reported_while_another_thread_trains(ranks: R
 # The likeliest cause of a wait.
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.bn1, self.bn2 = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn2(self.bn1(self.linear(x)))
+def new_model() -> nn.Sequential:
+    """Return a model whose layers are named linear, bn1 and bn2."""
+    return nn.Sequential(OrderedDict(linear=nn.Linear(3, 3), bn1=nn.BatchNorm1d(3), bn2=nn.BatchNorm1d(3)))
 
 
 def forward(model: nn.Module) -> None:
@@ -135,7 +133,7 @@ def evaluate(model: nn.Module) -> None:
 
 
 def step_of_another_model(_: nn.Module) -> None:
-    step(Net())
+    step(new_model())
 
 
 class Situation(NamedTuple):
@@ -152,12 +150,12 @@ class Situation(NamedTuple):
 FIRST, THIRD = "in bn1 forward, call 1", "in bn1 forward, call 3"
 UNSEEN, AFTER_STEP = "has not been seen", "last seen after bn1 backward, call 2"
 AFTER_FORWARD, IN_BACKWARD = "last seen after bn2 forward, call 3", "in bn2 backward, call 3"
-EVALUATES = f"{AFTER_STEP}; the layer is in evaluation mode now"
+EVALUATED = f"{AFTER_STEP}; the layer is in evaluation mode now"
 SITUATIONS = {
     "slow loader": Situation(step, THIRD, None, step, AFTER_STEP, report.LATE),
     "validation in training mode": Situation(validate, THIRD, None, forward, AFTER_STEP, report.EXTRA_CALL),
     "FLOPs counted before training": Situation(validate, FIRST, None, forward, UNSEEN, report.EXTRA_CALL),
-    "evaluation on one rank": Situation(step, THIRD, evaluate, step, EVALUATES, report.EVALUATION),
+    "evaluation on one rank": Situation(step, THIRD, evaluate, step, EVALUATED, report.EVALUATION),
     "model not converted": Situation(step, FIRST, step_of_another_model, step, UNSEEN, report.NOT_CONVERTED),
     "backward left out": Situation(step, IN_BACKWARD, forward, backward, AFTER_FORWARD, report.OTHER_LAYERS),
 }
@@ -174,7 +172,7 @@ def expected_report(position_0: str, position_1: str, cause: str) -> str:
 def test_the_likeliest_cause_of_a_wait_comes_first(ranks: Ranks, reports: Reports, name: str) -> None:
     situation = SITUATIONS[name]
     voting.world.replace_group()  # The store then has no positions.
-    model = syncbn.convert_syncbn_model(Net())
+    model = syncbn.convert_syncbn_model(new_model())
     if situation.position_0 != FIRST:
         step(model)
         step(model)
@@ -197,18 +195,15 @@ def run_out_of_memory(*_: object) -> None:
 
 
 @pytest.mark.parametrize("context", [contextlib.nullcontext, CountCollectives], ids=["fast path", "dispatched"])
-@pytest.mark.parametrize("failing", ["forward", "backward", "saved tensors"])
+@pytest.mark.parametrize("failing", ["forward", "backward"])
 def test_an_error_in_a_pass_is_recorded_in_the_position(
     ranks: Ranks, failing: str, context: Callable[[], Any], wrap_all_reduce: Callable[..., None]
 ) -> None:
     """Other ranks, which may wait for this rank, then report the error. Here all ranks fail, so that no rank waits."""
-    hooks = contextlib.nullcontext()
-    if failing == "saved tensors":
-        hooks = saved_tensors_hooks(lambda tensor: tensor, run_out_of_memory)
     layer = syncbn.SyncBatchNorm(3)
-    with hooks:
+    with saved_tensors_hooks(lambda tensor: tensor, run_out_of_memory):  # The second hook runs in backward.
         y = layer(X)
-    if failing != "saved tensors":
+    if failing == "forward":
         wrap_all_reduce(run_out_of_memory)
     with context(), pytest.raises(MemoryError):
         layer(X) if failing == "forward" else y.sum().backward()
@@ -295,9 +290,7 @@ def test_a_model_is_not_compared_with_an_earlier_model(
     for channels in (3, 4):
         if channels == 3 or replaces_group:
             voting.world.replace_group()
-        model = nn.Sequential()
-        model.bn = nn.BatchNorm1d(channels)
-        syncbn.convert_syncbn_model(model)
+        model = syncbn.convert_syncbn_model(nn.Sequential(OrderedDict(bn=nn.BatchNorm1d(channels))))
         if channels == 4 and ranks.rank == 1:
             if is_in_group:
                 watchdog.this_rank()
@@ -325,7 +318,9 @@ def test_ended_default_groups_leave_no_thread_no_record_and_two_keys(
         del group
     del layer
     voting.world.replace_group()
-    wait_until(lambda: len(threads_and_records()) <= num_before)  # Each thread ends at its next poll.
+    wait_until(
+        lambda: len(threads_and_records()) <= num_before
+    )  # The threads of the ended groups end at their next poll.
     assert store.num_keys() == 2  # the position, and how the layer was called last
 
 
