@@ -65,7 +65,7 @@ def test_a_wait_of_35_s_is_reported_once(
 
 
 def test_waits_outside_of_layers_are_not_reported(ranks: Ranks, reports: Reports) -> None:
-    """The waits take 0.7 s. In a layer a wait of 0.5 s is reported here."""
+    """Each wait takes 0.7 s. A rank that waits in a layer warns after 0.5 s here."""
 
     def wait_in_backward(_: Tensor) -> None:
         time.sleep(0.7)
@@ -97,8 +97,10 @@ def test_the_wait_of_one_thread_is_reported_while_another_thread_trains(ranks: R
 
     thread = threading.Thread(target=call_late_on_rank_1)
     thread.start()
-    while ranks.all_reduce_sum(torch.tensor(thread.is_alive())):
+    num_waiting_ranks = ranks.size
+    while num_waiting_ranks > 0:
         training(X)
+        num_waiting_ranks = int(ranks.all_reduce_sum(torch.tensor(thread.is_alive())))
 
 
 # The likeliest cause of a wait.
@@ -141,7 +143,7 @@ class Situation(NamedTuple):
 
     rank_0: Callable[[nn.Module], None]  # Rank 0 waits in this call.
     position_0: str
-    rank_1: Callable[[nn.Module], None] | None  # Rank 1 makes this call and is late then.
+    rank_1: Callable[[nn.Module], None] | None  # Rank 1 is late after this call, if there is one.
     rank_1_late: Callable[[nn.Module], None]  # Rank 1 makes this call after the report of rank 0.
     position_1: str
     cause: str
@@ -225,35 +227,35 @@ def test_a_gpu_error_gets_a_note_and_no_report(ranks: Ranks, wrap_all_reduce: Ca
         layer(X)
 
 
-@pytest.mark.parametrize(("store_is_stopped", "has_bad_argument"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("store", "difference"), [("ended", "dtypes"), ("stopped", "bad argument")])
 def test_a_rank_reports_its_own_position_if_the_store_does_not_answer(
-    ranks: Ranks, set_seconds: Callable[..., None], store_is_stopped: bool, has_bad_argument: bool
+    ranks: Ranks, set_seconds: Callable[..., None], store: str, difference: str
 ) -> None:
-    """The process of the store may have ended or be stopped. A rank waits for the store for a bounded time."""
+    """The process of the store may have ended, or be stopped. A rank waits for the store for a bounded time."""
     set_seconds(ANSWER_SECONDS=0.2, READ_SECONDS=0.2)
     voting.world.replace_group()
-    layer, is_continued = syncbn.SyncBatchNorm(3), threading.Event()
+    layer, continued = syncbn.SyncBatchNorm(3), threading.Event()
     layer(X)
 
     def fail(_: str) -> None:
-        if store_is_stopped:
-            is_continued.wait()
+        if store == "stopped":
+            continued.wait()
         raise RuntimeError("Broken pipe")
 
     rank = watchdog.this_rank()
     rank.store = HookedStore(rank.store, fail)
     places = [report.STORE_UNKNOWN, report.STORE_UNKNOWN]
     places[ranks.rank] = "in SyncBatchNorm forward, call 2"
-    if has_bad_argument:
-        x, title, error = X[:, :2], "another rank has a bad argument", RuntimeError
+    lines = f"rank 0: {places[0]}\nrank 1: {places[1]}\n"
+    if difference == "dtypes":
+        x, error, message = X.double(), RanksDifferError, rf"not all ranks have reported\.\n{lines}"
+    elif ranks.rank == 1:
+        x, error, message = X[:, :2], ValueError, "expected 3 channels"
     else:
-        x, title, error = X.double(), "the ranks differ in .*, and not all ranks have reported", RanksDifferError
-    message = rf"^syncbn: {title}\.\nrank 0: {places[0]}\nrank 1: {places[1]}\n"
-    if has_bad_argument and ranks.rank == 1:
-        message, error = "expected 3 channels", ValueError
+        x, error, message = X, RuntimeError, rf"^syncbn: another rank has a bad argument\.\n{lines}"
     with pytest.raises(error, match=message):
         layer(x if ranks.rank == 1 else X)
-    is_continued.set()
+    continued.set()
     voting.world.replace_group()
 
 
@@ -273,42 +275,41 @@ def use_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[dist.Store], None]:
 
 
 @pytest.mark.parametrize(
-    ("replaces_group", "is_in_group", "place", "cause"),
+    ("second_group", "position_1", "cause"),
     [
-        (False, True, "last seen after bn forward, call 1", report.OTHER_LAYERS),
-        (True, False, "after bn forward, call 1; has left this or an earlier default group", report.LATE),
-        (True, True, "has not been seen", report.NOT_CONVERTED),
+        ("the same", "last seen after bn forward, call 1", report.OTHER_LAYERS),
+        ("without rank 1", "after bn forward, call 1; has left this or an earlier default group", report.LATE),
+        ("with rank 1", "has not been seen", report.NOT_CONVERTED),
     ],
 )
-def test_a_model_is_not_compared_with_an_earlier_model(
-    ranks: Ranks, reports: Reports, use_store: Callable[..., None], replaces_group: bool, is_in_group: bool,
-    place: str, cause: str,
-) -> None:  # fmt: skip
-    """In a sweep over widths rank 1 is late in the second model, which has other channels than the first. The store
-    still has the positions and the channels of the first model."""
-    use_store(dist.PrefixStore(f"sweep {replaces_group} {is_in_group}", voting.world.store))
+def test_a_late_rank_is_not_compared_with_the_calls_of_an_earlier_model(
+    ranks: Ranks, reports: Reports, use_store: Callable[..., None], second_group: str, position_1: str, cause: str
+) -> None:
+    """In a sweep over widths rank 1 is late in the second model, perhaps in another default group. The store still has
+    the positions and the numbers of channels of the first model."""
+    use_store(dist.PrefixStore(f"sweep {second_group}", voting.world.store))
     for channels in (3, 4):
-        if channels == 3 or replaces_group:
+        if channels == 3 or second_group != "the same":
             voting.world.replace_group()
         model = syncbn.convert_syncbn_model(nn.Sequential(OrderedDict(bn=nn.BatchNorm1d(channels))))
         if channels == 4 and ranks.rank == 1:
-            if is_in_group:
-                watchdog.this_rank()
-            reports.wait_for(expected_report("in bn forward, call 1", place, cause))
+            if second_group == "with rank 1":
+                watchdog.this_rank()  # Overwrites the position in the first group.
+            reports.wait_for(expected_report("in bn forward, call 1", position_1, cause))
         model(torch.randn(4, channels, requires_grad=True))
         dist.barrier()
     assert "channels over" not in reports.text
 
 
-def test_ended_default_groups_leave_no_thread_no_record_and_two_keys(
+def test_ended_default_groups_leave_two_keys_in_the_store_and_no_object_or_thread(
     ranks: Ranks, use_store: Callable[..., None]
 ) -> None:
-    def threads_and_records() -> list[object]:
+    def threads_and_objects() -> list[object]:
         gc.collect()
         threads = [thread for thread in threading.enumerate() if thread.name == "syncbn.watchdog"]
-        return threads + [record for record in gc.get_objects() if isinstance(record, (ThisRank, GroupState, Site))]
+        return threads + [item for item in gc.get_objects() if isinstance(item, (ThisRank, GroupState, Site))]
 
-    num_before, store, layer = len(threads_and_records()), dist.HashStore(), syncbn.SyncBatchNorm(3)
+    num_before, store, layer = len(threads_and_objects()), dist.HashStore(), syncbn.SyncBatchNorm(3)
     use_store(store)
     for _ in range(3):
         voting.world.replace_group()
@@ -318,13 +319,11 @@ def test_ended_default_groups_leave_no_thread_no_record_and_two_keys(
         del group
     del layer
     voting.world.replace_group()
-    wait_until(
-        lambda: len(threads_and_records()) <= num_before
-    )  # The threads of the ended groups end at their next poll.
-    assert store.num_keys() == 2  # the position, and how the layer was called last
+    wait_until(lambda: len(threads_and_objects()) <= num_before)  # A thread ends at its next poll.
+    assert store.num_keys() == 2  # the position of this rank, and how the layer was called last
 
 
-def test_a_default_group_that_is_released_late_does_not_hide_the_new_group(
+def test_an_old_default_group_that_is_released_late_does_not_hide_the_new_position(
     ranks: Ranks, use_store: Callable[..., None]
 ) -> None:
     """The end of the old group must not overwrite the position of this rank in the new group. Other ranks would ignore
