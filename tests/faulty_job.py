@@ -111,15 +111,6 @@ def replay_graph(layer: nn.Module) -> None:
     layer(x)
 
 
-def random_input(step: int) -> Tensor:
-    x = torch.randn(4, 3)
-    if FAULT == "NaN" and IS_LAST_RANK and step == FAULTY_STEP:
-        x[0, 0] = torch.nan
-    if FAULT == "one value" and step == FAULTY_STEP:  # one value per channel over both ranks
-        x = x[:0] if IS_LAST_RANK else x[:1]
-    return x
-
-
 def train_two_models() -> None:
     """Train two models whose layers have the same name, as a GAN does."""
     models = []
@@ -150,8 +141,13 @@ def train() -> None:
         if step == FAULTY_STEP:
             before_faulty_step(model)
         body.fault = FAULT if IS_LAST_RANK and step == FAULTY_STEP else ""
+        x = torch.randn(4, 3)
+        if body.fault == "NaN":
+            x[0, 0] = torch.nan
+        if FAULT == "one value" and step == FAULTY_STEP:
+            x = x[:0] if IS_LAST_RANK else x[:1]  # one value per channel over both ranks
         with torch.autocast(DEVICE, torch.bfloat16, enabled=body.fault == "autocast"):
-            y = ddp(random_input(step))
+            y = ddp(x)
         if body.fault == "out of memory, caught":
             continue
         y.square().mean().backward()

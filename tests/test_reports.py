@@ -1,6 +1,6 @@
 """Tests the report of one rank about all ranks: their positions, the likeliest causes, and a store that fails.
 
-The tests write the positions of the other ranks to the store. tests/distributed/test_waits.py has ranks that wait.
+tests/distributed/test_waits.py has ranks that wait, and test_faults.py ranks that end.
 """
 
 import json
@@ -17,13 +17,13 @@ import torch.distributed as dist
 from mixtures import HookedStore
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  # importing it registers "fake"
 
-from syncbn.ranks import positions, report, watchdog
+from syncbn.ranks import positions, report
 from syncbn.ranks.positions import Position, ThisRank, this_host
 
 
 @pytest.fixture(params=[dist.HashStore, dist.FileStore])
 def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ThisRank]:
-    """Return rank 1 of three ranks. No other rank and no thread uses its store."""
+    """Return rank 1 of three ranks. The other ranks do not exist: the tests write their values to the store."""
     store = dist.HashStore() if request.param is dist.HashStore else dist.FileStore(str(tmp_path / "store"), 3)
     dist.init_process_group("fake", store=store, rank=1, world_size=3)
     yield ThisRank(dist.group.WORLD)
@@ -38,7 +38,7 @@ def make_position(call_number: int, pass_name: str = "forward", **fields: object
 
 
 def write(reader: ThisRank, key: str, value: object, process: int = 0) -> None:
-    """Write a value of ranks 0 and 2 from this process and its default group 0."""
+    """Write a value of ranks 0 and 2, as processes with this id do in their default group 0."""
     for rank in (0, 2):
         reader.store.set(f"{reader.prefix}/{rank}/{key}", json.dumps([[process, 0], value]))
 
@@ -72,7 +72,7 @@ def test_values_of_an_earlier_process_of_a_rank_are_ignored(reader: ThisRank) ->
 
 
 def test_a_rank_that_leaves_during_a_report_has_left(reader: ThisRank) -> None:
-    """The report must not say that the process has ended, because that state comes without the reason."""
+    """The report names the reason for the departure, although the process has ended by then."""
     with subprocess.Popen(["true"]) as process:
         pass
     position = make_position(7, process=process.pid, host=this_host())
@@ -90,9 +90,6 @@ def test_a_rank_that_leaves_during_a_report_has_left(reader: ThisRank) -> None:
     assert line in report.report_positions(reader, None)
 
 
-# Causes. tests/distributed/test_waits.py has the causes of waits, and mixtures.py those of ranks that differ.
-
-
 class FakeCollective(NamedTuple):
     """A collective in which the rank that reports waits."""
 
@@ -102,15 +99,16 @@ class FakeCollective(NamedTuple):
         return self.place
 
 
-WAITING, LATE = make_position(3), make_position(2, "backward")
-
-
 def test_a_process_that_has_ended_was_last_seen_in_a_call(reader: ThisRank) -> None:
-    ended = WAITING._replace(process_state="its process (1) has ended")
-    line = report._describe(ended, reader, FakeCollective(WAITING))
+    position = make_position(3)
+    ended = position._replace(process_state="its process (1) has ended")
+    line = report._describe(ended, reader, FakeCollective(position))
     assert line == "last seen in bn forward, call 3; its process (1) has ended"
 
 
+# Causes. tests/distributed/test_waits.py has the causes of waits, and mixtures.py those of ranks that differ.
+
+WAITING, LATE = make_position(3), make_position(2, "backward")
 VALIDATING, LEFT = WAITING._replace(lacks_grad=True), LATE._replace(departure="has left")
 FAILED = WAITING._replace(error="has raised RuntimeError: syncbn: a collective failed on rank 1 after 3.0 s.")
 # The position of the rank that reports, or None outside of layers; the positions of all ranks; the first cause.
@@ -201,13 +199,3 @@ def test_a_report_waits_a_bounded_time_for_a_slow_store(reader: ThisRank, monkey
         assert report.STORE_UNKNOWN in report.report_positions(reader, None)
     answers.set()
     assert "ranks 0, 2: has left" in report.report_positions(reader, None)
-
-
-@pytest.mark.parametrize("reader", [dist.FileStore], indirect=True)
-def test_a_file_gets_a_position_that_two_polls_have_read(reader: ThisRank) -> None:
-    """A file grows with each write. A job of a week would otherwise write gigabytes to the file."""
-    reader.departure = "has left"
-    new_position = watchdog._poll(reader, reader.written_position)
-    assert reader.written_position != new_position == reader.position()
-    watchdog._poll(reader, new_position)
-    assert reader.written_position == new_position
