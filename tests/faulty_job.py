@@ -27,7 +27,6 @@ from syncbn.ranks.watchdog import this_rank
 
 TIMEOUT = timedelta(seconds=int(os.environ.get("COLLECTIVE_SECONDS", 3)))
 BACKEND = os.environ.get("TESTS_BACKEND", "gloo")  # With nccl all ranks share a GPU.
-DEVICE = "cuda" if BACKEND == "nccl" else "cpu"
 NUM_STEPS, FAULTY_STEP = 6, 3
 FAULT, *FOLDER = sys.argv[1:]
 RANK, NUM_RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -146,7 +145,7 @@ def train() -> None:
             x[0, 0] = torch.nan
         if FAULT == "one value" and step == FAULTY_STEP:
             x = x[:0] if IS_LAST_RANK else x[:1]  # one value per channel over both ranks
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=body.fault == "autocast"):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=body.fault == "autocast"):
             y = ddp(x)
         if body.fault == "out of memory, caught":
             continue

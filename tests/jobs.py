@@ -50,7 +50,7 @@ def run_script(*command: object, status: int = 0, **environment: str) -> str:
 
 
 def run_text(text: str, *arguments: object, status: int = 0, **environment: str) -> str:
-    """Run the Python code `text` like `run_script`."""
+    """Write the Python code `text` to a script, and run the script like `run_script`."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "program.py"
         program.write_text(text)
@@ -60,7 +60,7 @@ def run_text(text: str, *arguments: object, status: int = 0, **environment: str)
 @contextlib.contextmanager
 def started_ranks(num_ranks: int, *command: object, **environment: str) -> Iterator[list[Started]]:
     """Start a script with arguments on ranks, without torchrun. The end of a rank does not end the other ranks. Kill
-    the ranks at the end of the context."""
+    the ranks at the end of the context, and then end their store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     variables |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}

@@ -79,7 +79,7 @@ def test_a_job_killed_at_random_moments_ends_with_the_checkpoint_of_an_uninterru
         steps_at_kills.append(num_steps(killed))
     run_on_ranks(2, *digits(uninterrupted, steps))
     assert torchrun.wait() == 0, torchrun.output()[-3000:]
-    assert steps_at_kills == sorted(steps_at_kills)  # Each restart has continued.
+    assert steps_at_kills == sorted(steps_at_kills)  # No checkpoint is lost.
     assert num_steps(killed) == 2 * steps
     checkpoints = load_checkpoint(killed), load_checkpoint(uninterrupted)
     # Lists, because the operator == of two checkpoints cannot compare tensors.
@@ -94,7 +94,7 @@ def test_training_continues_with_fewer_ranks(start: Callable[..., Started], tmp_
         endpoint = f"localhost:{probe.getsockname()[1]}"
     elastic = "--nnodes", "1:2", "--max-restarts", 3, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint
     torchruns = []
-    for num_ranks, is_host in ((2, True), (1, False)):  # The first torchrun has the store.
+    for num_ranks, is_host in ((2, True), (1, False)):  # The torchrun with two ranks has the store.
         options = "--nproc-per-node", num_ranks, "--rdzv-id", "job", "--rdzv-conf"
         settings = f"is_host={is_host},last_call_timeout=2,keep_alive_interval=1"
         torchruns.append(start(tmp_path, 20, *elastic, *options, settings))

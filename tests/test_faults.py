@@ -22,7 +22,7 @@ JOB = Path(__file__).with_name("faulty_job.py")
 
 
 class Fault(NamedTuple):
-    """What a job with a fault of the last rank does."""
+    """The expected output and exit statuses of a job."""
 
     first_output: str  # a regular expression for the output of rank 0
     last_output: str = ""  # a regular expression for the output of the last rank
@@ -37,36 +37,36 @@ def positions(rank_0: str, rank_1: str) -> str:
     return f"rank 0: (last seen )?{rank_0}{end}rank 1: (last seen )?{rank_1}{end}"
 
 
-BN1, BN2 = "in body.bn1 forward, call 3", "in body.bn2 forward, call 3"
+IN_BN1, IN_BN2 = "in body.bn1 forward, call 3", "in body.bn2 forward, call 3"
 AFTER_BN1, AFTER_STEP_2 = "after body.bn1 forward, call 3", "after body.bn1 backward, call 2"
-CALL_7, AFTER_STEP_6 = "in body.bn1 forward, call 7", "after body.bn1 backward, call 6"
-BUILT = r"(in body.bn1 forward, call 1; )?has called body.bn1 in Sequential with {} channels over ranks 0-1.*"
-NUMBERED = "in layer '1' forward, call 3; number {} of layer '1' in Sequential"
-STATE = r"; its process \(\d+\) "
+IN_STEP_7, AFTER_STEP_6 = "in body.bn1 forward, call 7", "after body.bn1 backward, call 6"
+WITH_CHANNELS = r"(in body.bn1 forward, call 1; )?has called body.bn1 in Sequential with {} channels over ranks 0-1.*"
+IN_MODEL = "in layer '1' forward, call 3; number {} of layer '1' in Sequential"
+ITS_PROCESS = r"; its process \(\d+\) "
 CAUSES = "Possible causes:\n- "
 OUTSIDE = r"a collective outside of syncbn's layers failed on rank \d\.\n"
 FAULTS = {
     "none": Fault(r"^\Z", r"^\Z", num_successful=2),
-    "skips a layer": Fault(positions(BN2, "in body.bn3 forward, call 3") + CAUSES + "A rank has left out a layer"),
+    "skips a layer": Fault(positions(IN_BN2, "in body.bn3 forward, call 3") + f"{CAUSES}A rank has left out a layer"),
     "out of memory, caught": Fault(
         positions("in body.bn3 backward, call 3", "in body.bn1 forward, call 4")
         + f"{CAUSES}A rank has called the model once more"
     ),
     "exception in forward": Fault(
-        positions(BN2, f"{AFTER_BN1}; has left with KeyError: .*"),
+        positions(IN_BN2, f"{AFTER_BN1}; has left with KeyError: .*"),
         r"\nKeyError: [^\n]*\n\Z",  # The traceback ends the output. No report follows.
     ),
     "kill -9 in forward": Fault(
-        positions(BN2, f"last seen {AFTER_BN1}{STATE}has ended") + f"{CAUSES}Read the last output"
+        positions(IN_BN2, f"last seen {AFTER_BN1}{ITS_PROCESS}has ended") + f"{CAUSES}Read the last output"
     ),
     "stopped for longer than the timeout": Fault(
-        positions(BN1, f"last seen {AFTER_STEP_2}{STATE}is stopped") + "A debugger or a signal"
+        positions(IN_BN1, f"last seen {AFTER_STEP_2}{ITS_PROCESS}is stopped") + "A debugger or a signal"
     ),
     # The numbers of batches differ.
     "one more step": Fault(
-        "", positions(f"{AFTER_STEP_6}; has left", CALL_7) + f"{CAUSES}A rank has fewer batches", num_successful=1
+        "", positions(f"{AFTER_STEP_6}; has left", IN_STEP_7) + f"{CAUSES}A rank has fewer batches", num_successful=1
     ),
-    "one more step, then a barrier": Fault(OUTSIDE + positions(AFTER_STEP_6, CALL_7)),
+    "one more step, then a barrier": Fault(OUTSIDE + positions(AFTER_STEP_6, IN_STEP_7)),
     "one batch less, then a metric": Fault(  # The other two ranks wait in DistributedDataParallel's broadcast.
         OUTSIDE + r"(ranks? .* body.bn1 .*\n)+(.*\n)*.*empty batch", num_ranks=3
     ),
@@ -75,25 +75,26 @@ FAULTS = {
         "gloo::EnforceNotMet",  # gloo ends rank 0 before rank 0 can report.
         # Rank 1 may notice the end of rank 0 before the sums of rank 0 arrive.
         r"(sums of different sizes|a collective failed on rank 1 after .*)\.\n"
-        + positions(BUILT.format(4), BUILT.format(5)) + "Build the same model on every rank",
+        + positions(WITH_CHANNELS.format(4), WITH_CHANNELS.format(5))
+        + "Build the same model on every rank",
     ),
     "two numbers of channels": Fault(  # The last rank records its error before gloo ends the rank.
         r"rank 1: (last seen )?in sync_batch_norm forward, call 1; .*has raised ValueError: expected 3 channels",
         "gloo::EnforceNotMet",
     ),
     "autocast": Fault(
-        positions(f"{BN1}, with an input of torch.float32", f"{BN1}, with an input of torch.bfloat16")
+        positions(f"{IN_BN1}, with an input of torch.float32", f"{IN_BN1}, with an input of torch.bfloat16")
     ),
     "two models, another order": Fault(
-        positions(NUMBERED.format(1), NUMBERED.format(2)) + "Several models of one class"
+        positions(IN_MODEL.format(1), IN_MODEL.format(2)) + "Several models of one class"
     ),
     # The process groups differ.
-    "a group on one rank alone": Fault(positions(BN1, "in the creation of groups for process_group=2.*")),
+    "a group on one rank alone": Fault(positions(IN_BN1, "in the creation of groups for process_group=2.*")),
     "fork after use": Fault(
-        positions(BN1, f"{AFTER_STEP_2}; has left.*"),
+        positions(IN_BN1, f"{AFTER_STEP_2}; has left.*"),
         r'this process \(\d+\) was forked from a process .* Start it by the method "spawn" instead',
     ),
-}  # fmt: skip
+}
 
 
 def run(name: str) -> tuple[list[int | None], list[str]]:

@@ -65,7 +65,7 @@ def test_a_wait_of_35_s_is_reported_once(
 
 
 def test_waits_outside_of_layers_are_not_reported(ranks: Ranks, reports: Reports) -> None:
-    """Each wait takes 0.7 s. A rank that waits in a layer warns after 0.5 s here."""
+    """Here a rank waits for 0.7 s outside of layers. In a layer the rank would warn after 0.5 s."""
 
     def wait_in_backward(_: Tensor) -> None:
         time.sleep(0.7)
