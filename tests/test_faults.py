@@ -109,20 +109,17 @@ def run(name: str) -> tuple[list[int | None], list[str]]:
         return statuses, [re.sub(r"^(\[rank\d+\]: )+", "", rank.output(), flags=re.MULTILINE) for rank in ranks]
 
 
-Jobs = dict[str, Future[tuple[list[int | None], list[str]]]]
-
-
 @pytest.fixture(scope="module")
-def jobs(request: pytest.FixtureRequest) -> Iterator[Jobs]:
+def jobs(request: pytest.FixtureRequest) -> Iterator[dict[str, Future]]:
     """Run the jobs of the selected tests. Two run at a time, because a job waits longer than it computes."""
     threads = ThreadPoolExecutor(2)
-    selected = [item.name for item in request.session.items]
-    yield {name: threads.submit(run, name) for name in FAULTS if f"test_fault[{name}]" in selected}
+    selected = " ".join(item.name for item in request.session.items)
+    yield {name: threads.submit(run, name) for name in FAULTS if f"[{name}]" in selected}
     threads.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault(jobs: Jobs, name: str) -> None:
+def test_the_ranks_report_the_fault_and_end(jobs: dict[str, Future], name: str) -> None:
     fault = FAULTS[name]
     statuses, outputs = jobs[name].result()
     assert re.search(fault.first_output, outputs[0]), outputs[0]
