@@ -1,6 +1,6 @@
-"""Start programs for tests: under torchrun, or without it on ranks that start faster.
+"""Start programs for tests: under torchrun, or on ranks without torchrun, which start faster.
 
-The programs have no time limit of their own. The `timeout` in pyproject.toml ends a test that hangs.
+The programs have no time limit. A test that hangs ends after the `timeout` in pyproject.toml.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,44 +21,21 @@ ON_TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 
 
-def wait_until(happened: Callable[[], object]) -> None:
-    """Wait until `happened` returns true. **Raises** AssertionError after two minutes, enough for a busy machine."""
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until `condition` returns true. **Raises** AssertionError after two minutes, enough for a busy machine."""
     deadline = time.monotonic() + 120
-    while not happened():
+    while not condition():
         assert time.monotonic() < deadline, "timed out after two minutes"
         time.sleep(0.02)
 
 
 def run(*command: object, folder: Path | None = None, **environment: str) -> str:
     """Run a command in a folder and return its output. **Raises** AssertionError with all output if it fails."""
-    words, variables = [*map(str, command)], ENVIRONMENT | environment
-    result = subprocess.run(words, env=variables, cwd=folder, capture_output=True, text=True)
+    result = subprocess.run(
+        [*map(str, command)], env=ENVIRONMENT | environment, cwd=folder, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
-
-
-def start_ranks(number: int, *command: object, **environment: str) -> tuple[list[Started], dist.TCPStore]:
-    """Start a script with arguments on ranks without torchrun. The ranks need the returned store. The others continue
-    if a rank fails."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = ENVIRONMENT | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(number))
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    common |= {"OMP_NUM_THREADS": "1"} | environment
-    variables = [dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(number)]
-    return [Started([*map(str, command)], common | own) for own in variables], store
-
-
-def run_on_ranks(number: int, *command: object, **environment: str) -> str:
-    """Run a script on ranks and return the output of rank 0. **Raises** AssertionError with that of a failed rank."""
-    ranks, store = start_ranks(number, *command, **environment)
-    try:
-        for rank in ranks:
-            assert rank.wait() == 0, rank.text()
-    finally:
-        for rank in ranks:
-            rank.kill()
-        del store
-    return ranks[0].text()
 
 
 def run_script(*command: object, status: int = 0, **environment: str) -> str:
@@ -66,24 +43,54 @@ def run_script(*command: object, status: int = 0, **environment: str) -> str:
     the output if the exit status is not `status`."""
     process = Started([*map(str, command)], ENVIRONMENT | environment)
     try:
-        assert process.wait() == status, process.text()
+        assert process.wait() == status, process.output()
     finally:
         process.kill()
-    return process.text()
+    return process.output()
 
 
 def run_text(text: str, *arguments: object, status: int = 0, **environment: str) -> str:
-    """Run a program with this text like `run_script`."""
+    """Write the Python code `text` to a script, and run the script like `run_script`."""
     with tempfile.TemporaryDirectory() as folder:
-        (program := Path(folder) / "program.py").write_text(text)
+        program = Path(folder) / "program.py"
+        program.write_text(text)
         return run_script(program, *arguments, status=status, **environment)
 
 
+@contextlib.contextmanager
+def started_ranks(num_ranks: int, *command: object, **environment: str) -> Iterator[list[Started]]:
+    """Start a script with arguments on ranks, without torchrun. The end of a rank does not end the other ranks. Kill
+    the ranks at the end of the context, and then end their store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+    ranks = []
+    try:
+        for rank in range(num_ranks):
+            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(Started([*map(str, command)], ENVIRONMENT | variables | environment))
+        yield ranks
+    finally:
+        for started in ranks:
+            started.kill()
+
+
+def run_on_ranks(num_ranks: int, *command: object, **environment: str) -> str:
+    """Run a script on ranks, and return the output of rank 0. **Raises** AssertionError with the output of a rank that
+    fails."""
+    with started_ranks(num_ranks, *command, **environment) as ranks:
+        for rank in ranks:
+            assert rank.wait() == 0, rank.output()
+        return ranks[0].output()
+
+
 def processes_with(path: Path) -> dict[int, str]:
-    """Return, by process id, the command lines with `path`. (torchrun starts each rank in a session of its own.)"""
-    found = {}
+    """Return the command lines that contain `path`, by process id. (Each rank of torchrun has a session of its own, so
+    the session of torchrun does not contain the ranks.)"""
+    commands = {}
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if str(path) in (command := file.read_text().replace("\0", " ")):
-                found[int(file.parent.name)] = command
-    return found
+            command = file.read_text().replace("\0", " ")
+            if str(path) in command:
+                commands[int(file.parent.name)] = command
+    return commands

@@ -1,4 +1,4 @@
-"""Start Python programs without their import of torch: a server process has imported it and forks for each program.
+"""Start Python programs that need not import torch: a server process has imported torch, and forks for each program.
 
 Apart from these imports a program runs, and ends, as if Python had started it.
 """
@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -15,45 +16,47 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
-# Imports that take long, skipped if not installed. syncbn is missing because it reads the environment.
+# The slowest imports, which are skipped if not installed. syncbn reads the environment, so each program imports it.
 PRELOADED = "torch.distributed.fsdp", "sklearn.datasets", "matplotlib.pyplot"
-# Imported after gc.freeze(): it imports triton, which (3.9) warns of objects that are not collected at the end.
-PRELOADED_LAST = "torch._dynamo"
+# This module imports triton 3.9, which warns at exit of its objects that are frozen.
+PRELOADED_AFTER_FREEZE = "torch._dynamo"
+_starting = threading.Lock()  # The server answers one request at a time.
 
 
 class Started:
-    """A program in a session of its own."""
+    """A program that the server has started, in a session of its own."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=_folder()))
         self.status_file = self.folder / "status"
         request = {"arguments": arguments, "environment": environment, "folder": str(self.folder)}
-        server = _server()
-        print(json.dumps(request), file=server.stdin, flush=True)
-        self.pid = int(server.stdout.readline())
+        with _starting:
+            print(json.dumps(request), file=_server().stdin, flush=True)
+            self.pid = int(_server().stdout.readline())
 
     def poll(self) -> int | None:
         """Return the exit status, negative after a signal, or None while the program runs."""
         return int(self.status_file.read_text()) if self.status_file.exists() else None
 
-    def wait(self) -> int:
-        """Wait for the end of the program and return its exit status."""
-        while (status := self.poll()) is None:
+    def wait(self) -> int | None:
+        """Wait for the end of the program, and return the exit status."""
+        while self.poll() is None:
             time.sleep(0.02)
-        return status
+        return self.poll()
 
     def kill(self) -> None:
-        """Kill the program and the processes that it has started, if it runs."""
+        """Kill the program and the processes in its session, unless the program has ended."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # the program has ended
+            with contextlib.suppress(ProcessLookupError):  # The program has ended since the poll.
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def text(self) -> str:
-        """Return the standard output and error."""
-        return (self.folder / "text").read_text()
+    def output(self) -> str:
+        """Return the standard output and standard error so far."""
+        return (self.folder / "output").read_text()
 
 
 @functools.cache
@@ -66,15 +69,19 @@ def _folder() -> str:
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a thread would not survive the fork
+    """Start the server, which ends with this process."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # A fork has one thread, so the server may have no second one.
     return subprocess.Popen(
         [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
 
 def _serve() -> list[str]:
-    """Fork for each request. Return in each program with its arguments, and in the server at its end with none."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the processes that wait for programs
+    """Fork a waiting process for each request. The waiting process forks the program, and writes the exit status.
+
+    In a program, return the arguments of the program. In the server, return an empty list when the requests end.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel reaps the waiting processes.
     for line in sys.stdin:
         request = json.loads(line)
         folder = Path(request["folder"])
@@ -82,18 +89,17 @@ def _serve() -> list[str]:
             continue
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         program = os.fork()
-        if program:  # this process waits for it
+        if program:
             print(program, flush=True)
             status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
-            unready = folder / "unready"
-            unready.write_text(str(status))
-            unready.rename(folder / "status")
+            (folder / "new status").write_text(str(status))
+            (folder / "new status").rename(folder / "status")  # No reader finds an empty file.
             os._exit(0)
         os.setsid()
-        text = os.open(folder / "text", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(text, 1)
-        os.dup2(text, 2)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         os.environ.clear()
         os.environ.update(request["environment"])
         return list(request["arguments"])
@@ -103,9 +109,9 @@ def _serve() -> list[str]:
 if __name__ == "__main__":
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
-            __import__(name)
-    gc.freeze()  # otherwise the garbage collection at the end of each program copies the memory of all objects
-    __import__(PRELOADED_LAST)
+            importlib.import_module(name)
+    gc.freeze()  # Otherwise garbage collection at the end of each program would copy the memory of all objects.
+    importlib.import_module(PRELOADED_AFTER_FREEZE)
     sys.argv = _serve()
     if sys.argv:
         sys.path[0] = str(Path(sys.argv[0]).parent)

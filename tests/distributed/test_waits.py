@@ -1,17 +1,17 @@
-"""Tests that a rank which waits or fails reports where all ranks are, and that healthy waits are not reported.
+"""Tests when a rank warns of a wait and which cause it reports first, errors of one rank or of the store, and reports
+of jobs that have several default groups, one after another.
 
-Rank 1 is late until rank 0 has reported the expected text. tests/test_reports.py has the lines and causes of reports.
+Rank 1 is late until rank 0 has reported the expected text. tests/test_reports.py has the other lines and causes.
 """
 
 import contextlib
 import gc
 import itertools
-import queue
 import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,13 +21,11 @@ import voting
 from jobs import wait_until
 from mixtures import HookedStore
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from training import CountCollectives
 from voting import Ranks, Reports
 
 import syncbn
-from syncbn import bad_argument
-from syncbn.functional import batch_norm_backward
-from syncbn.kernels import cpu, operators, reference
 from syncbn.ranks import positions, report, watchdog
 from syncbn.ranks.collective import FIRST_WARNING_SECONDS, Collective
 from syncbn.ranks.positions import ThisRank
@@ -39,160 +37,184 @@ pytestmark = [
     pytest.mark.two_ranks,
 ]
 X = torch.randn(4, 3, requires_grad=True)
-WRITTEN = r"(; written \S+ s ago)?"
 
 
-def first_cause(cause: str) -> str:
-    """Return a regular expression for two or three causes, of which this one is the first."""
-    return rf"Possible causes:\n- {re.escape(cause)}\n(- .*\n){{1,2}}(?!- )"
+# When a rank warns.
 
 
-@pytest.fixture
-def new_group(ranks: Ranks) -> None:
-    """Create a default group in which no layer has been called. Each rank numbers its default groups, and an earlier
-    test may have let one rank count further, so both ranks continue from the larger number."""
-    start = torch.tensor(next(positions._default_groups))
-    dist.all_reduce(start, dist.ReduceOp.MAX)
-    positions._default_groups = itertools.count(int(start))
-    voting.world.replace_group()
+def test_a_wait_of_35_s_is_reported_once(
+    ranks: Ranks, reports: Reports, set_seconds: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank warns after 30 s and after 60 s of a wait. Here the first wait of rank 0 counts as 35 s."""
+
+    def seconds(collective: Collective) -> float:
+        is_first = collective.description() == "SyncBatchNorm forward, call 1"
+        return 35.0 if ranks.rank == 0 and is_first else 0.0
+
+    assert FIRST_WARNING_SECONDS == 30
+    set_seconds(next_warning_seconds=FIRST_WARNING_SECONDS)
+    monkeypatch.setattr(Collective, "seconds", seconds)
+    layer = syncbn.SyncBatchNorm(3)
+    if ranks.rank == 1:
+        reports.wait_for("syncbn: rank 0 has waited 35 s for others.")
+        time.sleep(0.3)  # three more polls of the watchdog
+    for _ in range(3):
+        layer(X).sum().backward()
+    assert reports.text.count(" has waited ") == (1 if ranks.rank == 0 else 0)
+    dist.barrier()
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.bn1, self.bn2 = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+def test_waits_outside_of_layers_are_not_reported(ranks: Ranks, reports: Reports) -> None:
+    """Here a rank waits for 0.7 s outside of layers. In a layer the rank would warn after 0.5 s."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn2(self.bn1(self.linear(x)))
+    def wait_in_backward(_: Tensor) -> None:
+        time.sleep(0.7)
+        dist.barrier()
+
+    layer = syncbn.SyncBatchNorm(3)
+    dist.barrier()  # The ranks start together, so that no rank is late in the layer.
+    y = layer(X)
+    time.sleep(0.7)  # The program may wait for data.
+    y.register_hook(wait_in_backward)
+    y.sum().backward()
+    dist.barrier()
+    assert not reports.text
+
+
+def test_the_wait_of_one_thread_is_reported_while_another_thread_trains(ranks: Ranks, reports: Reports) -> None:
+    """The two threads use different process groups."""
+    waiting, training = (syncbn.SyncBatchNorm(3, process_group=dist.new_group()) for _ in range(2))
+    for layer in (waiting, training):
+        layer(X)
+
+    def call_late_on_rank_1() -> None:
+        if ranks.rank == 1:
+            reports.wait_for(
+                r"rank 0 has waited \d+ s for others.\nrank 0: in SyncBatchNorm forward, call 2.*\n"
+                r"rank 1: last seen after SyncBatchNorm forward, call \d+ on another process group\n"
+            )
+        waiting(X)
+
+    thread = threading.Thread(target=call_late_on_rank_1)
+    thread.start()
+    num_waiting_ranks = ranks.size
+    while num_waiting_ranks > 0:
+        training(X)
+        num_waiting_ranks = int(ranks.all_reduce_sum(torch.tensor(thread.is_alive())))
+
+
+# The likeliest cause of a wait.
+
+
+def new_model() -> nn.Sequential:
+    """Return a model whose layers are named linear, bn1 and bn2."""
+    return nn.Sequential(OrderedDict(linear=nn.Linear(3, 3), bn1=nn.BatchNorm1d(3), bn2=nn.BatchNorm1d(3)))
+
+
+def forward(model: nn.Module) -> None:
+    model.y = model(X)
+
+
+def backward(model: nn.Module) -> None:
+    model.y.square().sum().backward()
 
 
 def step(model: nn.Module) -> None:
-    model(X).square().sum().backward()
+    forward(model.train())
+    backward(model)
 
 
 @torch.no_grad()
-def call_without_gradient(model: nn.Module) -> None:
+def validate(model: nn.Module) -> None:
+    """Call the model in training mode, as a validation that has forgotten model.eval()."""
     model(X)
 
 
-# What the late rank does. It calls `wait` where it is late.
-
-
-def evaluate_then_step(model: nn.Module, wait: Callable[[], None]) -> None:
+def evaluate(model: nn.Module) -> None:
     model.eval()(X)
-    wait()
-    step(model.train())
 
 
-def train_without_conversion(model: nn.Module, wait: Callable[[], None]) -> None:
-    step(Net())
-    wait()
-    step(model)
-
-
-def compile_slowly(model: nn.Module, wait: Callable[[], None]) -> None:
-    def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        wait()
-        return graph
-
-    torch.compile(model, backend=compile_graph)(X)
-
-
-def leave_out_backward(model: nn.Module, wait: Callable[[], None]) -> None:
-    y = model(X)
-    wait()
-    y.square().sum().backward()
+def step_of_another_model(_: nn.Module) -> None:
+    step(new_model())
 
 
 class Situation(NamedTuple):
+    """The calls of two ranks, and their positions and the first cause in the report of rank 0."""
+
+    rank_0: Callable[[nn.Module], None]  # Rank 0 waits in this call.
+    position_0: str
+    rank_1: Callable[[nn.Module], None] | None  # Rank 1 is late after this call, if there is one.
+    rank_1_late: Callable[[nn.Module], None]  # Rank 1 makes this call after the report of rank 0.
+    position_1: str
     cause: str
-    late: Callable[[nn.Module, Callable[[], None]], object]  # the call of the late rank, and how the rank waits in it
-    late_place: str = "last seen after bn1 backward, call 2"
-    waits: Callable[[nn.Module], object] = step  # the call of the other rank
-    waiting_place: str = "in bn1 forward, call 3"
 
 
-LATE_STEP = lambda model, wait: (wait(), step(model))  # noqa: E731
-LATE_CALL = lambda model, wait: (wait(), model(X))  # noqa: E731
-FIRST, UNSEEN = "in bn1 forward, call 1", "has not been seen"
-EVALUATES = "last seen after bn1 backward, call 2; the layer is in evaluation mode now"
+FIRST, THIRD = "in bn1 forward, call 1", "in bn1 forward, call 3"
+UNSEEN, AFTER_STEP = "has not been seen", "last seen after bn1 backward, call 2"
+AFTER_FORWARD, IN_BACKWARD = "last seen after bn2 forward, call 3", "in bn2 backward, call 3"
+EVALUATED = f"{AFTER_STEP}; the layer is in evaluation mode now"
 SITUATIONS = {
-    "slow loader": Situation(report.LATE, LATE_STEP),
-    "validation in training mode": Situation(report.EXTRA_CALL, LATE_CALL, waits=call_without_gradient),
-    "FLOPs counted before training": Situation(report.EXTRA_CALL, LATE_CALL, UNSEEN, call_without_gradient, FIRST),
-    "evaluation on one rank": Situation(report.EVALUATION, evaluate_then_step, EVALUATES),
-    "model not converted": Situation(report.NOT_CONVERTED, train_without_conversion, UNSEEN, step, FIRST),
-    "backward left out": Situation(
-        report.OTHER_LAYERS, leave_out_backward, "last seen after bn2 forward, call 3", step, "in bn2 backward, call 3"
-    ),
-    "compiled on one rank": Situation(report.NOT_CONVERTED, compile_slowly, UNSEEN, lambda model: model(X), FIRST),
+    "slow loader": Situation(step, THIRD, None, step, AFTER_STEP, report.LATE),
+    "validation in training mode": Situation(validate, THIRD, None, forward, AFTER_STEP, report.EXTRA_CALL),
+    "FLOPs counted before training": Situation(validate, FIRST, None, forward, UNSEEN, report.EXTRA_CALL),
+    "evaluation on one rank": Situation(step, THIRD, evaluate, step, EVALUATED, report.EVALUATION),
+    "model not converted": Situation(step, FIRST, step_of_another_model, step, UNSEEN, report.NOT_CONVERTED),
+    "backward left out": Situation(step, IN_BACKWARD, forward, backward, AFTER_FORWARD, report.OTHER_LAYERS),
 }
 
 
-@pytest.mark.compiles
-@pytest.mark.usefixtures("new_group")
+def expected_report(position_0: str, position_1: str, cause: str) -> str:
+    """Return a regular expression for a report with these positions of ranks 0 and 1 and this first cause."""
+    age = r"(; written \S+ s ago)?"
+    lines = f"rank 0: {position_0}{age}\nrank 1: {position_1}{age}\n"
+    return f"{lines}Possible causes:\n- {re.escape(cause)}"
+
+
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_first_cause_of_a_wait(ranks: Ranks, reports: Reports, name: str) -> None:
+def test_the_likeliest_cause_of_a_wait_comes_first(ranks: Ranks, reports: Reports, name: str) -> None:
     situation = SITUATIONS[name]
-    model = syncbn.convert_syncbn_model(Net())
-    for _ in range(0 if situation.waiting_place == FIRST else 2):
+    voting.world.replace_group()  # The store then has no positions.
+    model = syncbn.convert_syncbn_model(new_model())
+    if situation.position_0 != FIRST:
+        step(model)
         step(model)
     dist.barrier()
-    if ranks.rank == 1:
-        lines = rf"rank 0: {situation.waiting_place}{WRITTEN}\nrank 1: {situation.late_place}{WRITTEN}\n"
-        situation.late(model, lambda: reports.wait_for(lines + first_cause(situation.cause)))
+    if ranks.rank == 0:
+        situation.rank_0(model)
     else:
-        situation.waits(model)
+        if situation.rank_1 is not None:
+            situation.rank_1(model)
+        reports.wait_for(expected_report(situation.position_0, situation.position_1, situation.cause))
+        situation.rank_1_late(model)
     dist.barrier()
 
 
-# Errors of one rank, for which other ranks may wait.
+# Errors of one rank, and of the store.
 
 
-def fail(*_: object) -> None:
+def run_out_of_memory(*_: object) -> None:
     raise MemoryError("no room")
 
 
-# name -> (a call that raises before or after its all_reduce, the recorded error). The hooks for tensors that `hooked`
-# has saved fail in backward.
-ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], object], str]] = {
-    "layer on meta": (
-        lambda y, hooked: syncbn.SyncBatchNorm(3, device="meta")(X),
-        "ValueError: the input is on cpu but running_mean on meta",
-    ),
-    "statistics on meta": (
-        lambda y, hooked: batch_norm_backward(X, X, torch.zeros(3, device="meta"), torch.ones(3, device="meta")),
-        "ValueError: the input is on cpu but mean on meta",
-    ),
-    "saved tensors": (lambda y, hooked: hooked.sum().backward(), "MemoryError: no room"),
-    "output": (lambda y, hooked: syncbn.SyncBatchNorm(3)(X), "MemoryError: no room"),
-    "gradient": (lambda y, hooked: y.sum().backward(), "MemoryError: no room"),
-}
-
-
 @pytest.mark.parametrize("context", [contextlib.nullcontext, CountCollectives], ids=["fast path", "dispatched"])
-@pytest.mark.parametrize("name", ERRORS)
-def test_an_error_is_recorded_in_the_position_of_its_rank(
-    ranks: Ranks, name: str, context: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing", ["forward", "backward"])
+def test_an_error_in_a_pass_is_recorded_in_the_position(
+    ranks: Ranks, failing: str, context: Callable[[], Any], wrap_all_reduce: Callable[..., None]
 ) -> None:
-    """Here all ranks fail. In test_groups.py other ranks wait, and report the error."""
-    call, error = ERRORS[name]
-    y = syncbn.SyncBatchNorm(3)(X)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, fail):
-        hooked = syncbn.SyncBatchNorm(3)(X)
-    # Pretend to have a GPU without kernels: there a rank with a bad argument raises without joining the all_reduce.
-    monkeypatch.setattr(bad_argument, "_device_of", lambda tensors: torch.device("xpu"))
-    for back_end in (cpu, operators, reference):
-        monkeypatch.setattr(back_end.Forward, "forward_outputs", fail)
-        monkeypatch.setattr(back_end.Backward, "backward_outputs", fail)
-    with context(), pytest.raises((MemoryError, ValueError)):
-        call(y, hooked)
-    assert error in watchdog.this_rank().position().error
+    """Other ranks, which may wait for this rank, then report the error. Here all ranks fail, so that no rank waits."""
+    layer = syncbn.SyncBatchNorm(3)
+    with saved_tensors_hooks(lambda tensor: tensor, run_out_of_memory):  # The second hook runs in backward.
+        y = layer(X)
+    if failing == "forward":
+        wrap_all_reduce(run_out_of_memory)
+    with context(), pytest.raises(MemoryError):
+        layer(X) if failing == "forward" else y.sum().backward()
+    assert watchdog.this_rank().position().error == "has raised MemoryError: no room"
     dist.barrier()
 
 
-def test_a_gpu_error_is_raised_with_a_note(ranks: Ranks, wrap_all_reduce: Callable[..., None]) -> None:
-    """CUDA raises the error of an earlier kernel where the host waits next. The text must not say that ranks differ."""
+def test_a_gpu_error_gets_a_note_and_no_report(ranks: Ranks, wrap_all_reduce: Callable[..., None]) -> None:
+    """CUDA raises the error of an earlier kernel where the host waits next, so the ranks need not differ."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -205,163 +227,86 @@ def test_a_gpu_error_is_raised_with_a_note(ranks: Ranks, wrap_all_reduce: Callab
         layer(X)
 
 
-@pytest.mark.parametrize(("is_stopped", "has_bad_argument"), [(False, False), (True, False), (True, True)])
-def test_errors_while_the_store_does_not_answer(
-    ranks: Ranks, set_seconds: Callable[..., None], is_stopped: bool, has_bad_argument: bool
+@pytest.mark.parametrize(("store", "difference"), [("ended", "dtypes"), ("stopped", "bad argument")])
+def test_a_rank_reports_its_own_position_if_the_store_does_not_answer(
+    ranks: Ranks, set_seconds: Callable[..., None], store: str, difference: str
 ) -> None:
-    """The process of the store may have ended, or be stopped. A rank waits for the store for a bounded time, and does
-    not report a cause that it cannot know."""
+    """The process of the store may have ended, or be stopped. A rank waits for the store for a bounded time."""
     set_seconds(ANSWER_SECONDS=0.2, READ_SECONDS=0.2)
     voting.world.replace_group()
-    layer, ends = syncbn.SyncBatchNorm(3), threading.Event()
+    layer, continued = syncbn.SyncBatchNorm(3), threading.Event()
     layer(X)
 
     def fail(_: str) -> None:
-        if is_stopped:
-            ends.wait()
+        if store == "stopped":
+            continued.wait()
         raise RuntimeError("Broken pipe")
 
-    layer._syncbn_site.rank.store = HookedStore(layer._syncbn_site.rank.store, fail)
-    own = rf"rank {ranks.rank}: in SyncBatchNorm forward, call 2\n"
-    other = rf"rank {1 - ranks.rank}: not known, as the process group's store does not answer\n"
-    title, error = (
-        "the ranks differ in layer, call, settings or dtype, and not all ranks have reported",
-        RanksDifferError,
-    )
-    if has_bad_argument:
-        title, error = "another rank has a bad argument", RuntimeError
-    message = rf"^syncbn: {title}\.\n({own}{other}|{other}{own})"
-    if has_bad_argument and ranks.rank == 1:
-        message, error = "expected 3 channels", ValueError
+    rank = watchdog.this_rank()
+    rank.store = HookedStore(rank.store, fail)
+    places = [report.STORE_UNKNOWN, report.STORE_UNKNOWN]
+    places[ranks.rank] = "in SyncBatchNorm forward, call 2"
+    lines = f"rank 0: {places[0]}\nrank 1: {places[1]}\n"
+    if difference == "dtypes":
+        x, error, message = X.double(), RanksDifferError, rf"not all ranks have reported\.\n{lines}"
+    elif ranks.rank == 1:
+        x, error, message = X[:, :2], ValueError, "expected 3 channels"
+    else:
+        x, error, message = X, RuntimeError, rf"^syncbn: another rank has a bad argument\.\n{lines}"
     with pytest.raises(error, match=message):
-        layer(X if ranks.rank == 0 else X[:, :2] if has_bad_argument else X.double())
-    ends.set()
+        layer(x if ranks.rank == 1 else X)
+    continued.set()
     voting.world.replace_group()
-
-
-# When the watchdog warns.
-
-
-def test_a_rank_that_is_35_s_late(
-    ranks: Ranks, reports: Reports, set_seconds: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other rank warns once, and both continue. Here the wait of rank 0 in the first forward counts as 35 s."""
-    is_late = lambda wait: ranks.rank == 0 and wait.description() == "SyncBatchNorm forward, call 1"  # noqa: E731
-    assert FIRST_WARNING_SECONDS == 30
-    set_seconds(next_warning_seconds=FIRST_WARNING_SECONDS)
-    monkeypatch.setattr(Collective, "seconds", lambda wait: 35.0 * is_late(wait))
-    layer = syncbn.SyncBatchNorm(3)
-    if ranks.rank == 1:
-        reports.wait_for("syncbn: rank 0 has waited 35 s for others.")
-        time.sleep(0.3)  # Rank 0 does not warn again.
-    for _ in range(3):
-        layer(X).sum().backward()
-    assert reports.text.count(" has waited ") == (ranks.rank == 0)
-    dist.barrier()
-
-
-def test_other_waits_are_not_reported(ranks: Ranks, reports: Reports) -> None:
-    """Ranks wait for data, in a hook of backward, in many short collectives and in evaluation."""
-    layer = syncbn.SyncBatchNorm(3)
-    dist.barrier()  # The ranks start together, so that none is late.
-    y = layer(X)
-    with contextlib.suppress(queue.Empty):
-        queue.SimpleQueue[None]().get(timeout=0.7)
-    y.register_hook(lambda _: (time.sleep(0.7), dist.barrier())[1])
-    y.sum().backward()
-    for _ in range(70):
-        dist.barrier()
-        time.sleep(0.01)
-    end = time.monotonic() + 0.7
-    while time.monotonic() < end:
-        layer.eval()(X)
-    dist.barrier()
-    assert not reports.text
-
-
-def test_a_wait_of_one_of_two_threads(ranks: Ranks, reports: Reports) -> None:
-    """The other thread trains a layer of another group."""
-    waiting, training = (syncbn.SyncBatchNorm(3, process_group=dist.new_group()) for _ in range(2))
-    for layer in (waiting, training):
-        layer(X)
-
-    def wait() -> None:
-        if ranks.rank == 1:
-            reports.wait_for(
-                rf"rank 0 has waited \d+ s for others.\nrank 0: in SyncBatchNorm forward, call 2{WRITTEN}\n"
-                r"rank 1: last seen after SyncBatchNorm forward, call \d+ on another process group\n"
-            )
-        waiting(X)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    while ranks.all_reduce_sum(torch.tensor(thread.is_alive())):
-        training(X)
 
 
 # Default groups, one after another.
 
 
-@pytest.mark.usefixtures("new_group")
-def test_threads_start_one_watchdog() -> None:
-    start = threading.Barrier(8)
-    with ThreadPoolExecutor(8) as threads:
-        ranks = {*threads.map(lambda _: (start.wait(), watchdog.this_rank())[1], range(8))}
-    assert len(ranks) == 1
-    dist.barrier()
-
-
 @pytest.fixture
 def use_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[dist.Store], None]:
-    """Return a function that makes later default groups use one store, as under torchrun."""
-    return lambda store: monkeypatch.setattr(positions, "default_store", lambda: store)
+    """Return a function that makes later default groups use one store, as under torchrun. All ranks then count their
+    default groups from one number, although an earlier test may have counted only on one rank."""
+
+    def use_store(store: dist.Store) -> None:
+        monkeypatch.setattr(positions, "default_store", lambda: store)
+        monkeypatch.setattr(positions, "_default_groups", itertools.count(1000))
+
+    return use_store
 
 
-LEFT = "after bn forward, call 1; has left this or an earlier default group"
-
-
-@pytest.mark.usefixtures("new_group")
 @pytest.mark.parametrize(
-    ("second_class", "replaces_group", "started_watchdog", "place", "cause"),
+    ("replaces_group", "position_1", "cause"),
     [
-        ("First", False, True, "last seen after bn forward, call 1", report.OTHER_LAYERS),
-        ("Second", False, True, "last seen after bn forward, call 1", report.OTHER_LAYERS),
-        ("First", True, False, LEFT, report.LATE),
-        ("First", True, True, "has not been seen", report.NOT_CONVERTED),
+        (False, "last seen after bn forward, call 1", report.OTHER_LAYERS),
+        (True, "after bn forward, call 1; has left this or an earlier default group", report.LATE),
     ],
 )
-def test_a_second_model_with_other_channels(
-    ranks: Ranks, reports: Reports, use_store: Callable[..., None], second_class: str, replaces_group: bool,
-    started_watchdog: bool, place: str, cause: str,
-) -> None:  # fmt: skip
-    """In a sweep over widths rank 1 is late in the second model. The store still has the positions of the first model,
-    whose channels the report must not compare with those of the second."""
-    use_store(dist.PrefixStore(f"{second_class} {replaces_group} {started_watchdog}", voting.world.store))
-    for channels, class_name in ((3, "First"), (4, second_class)):
+def test_a_late_rank_is_not_compared_with_the_calls_of_an_earlier_model(
+    ranks: Ranks, reports: Reports, use_store: Callable[..., None], replaces_group: bool, position_1: str, cause: str
+) -> None:
+    """In a sweep over widths rank 1 is late in the second model, perhaps in a new default group. The store still has
+    the positions and the numbers of channels of the first model."""
+    use_store(dist.PrefixStore(f"sweep {replaces_group}", voting.world.store))
+    for channels in (3, 4):
         if channels == 3 or replaces_group:
             voting.world.replace_group()
-        model = type(class_name, (nn.Module,), {})()
-        model.bn = nn.BatchNorm1d(channels)
-        syncbn.convert_syncbn_model(model)
+        model = syncbn.convert_syncbn_model(nn.Sequential(OrderedDict(bn=nn.BatchNorm1d(channels))))
         if channels == 4 and ranks.rank == 1:
-            if started_watchdog:
-                watchdog.this_rank()
-            lines = rf"rank 0: in bn forward, call 1{WRITTEN}\nrank 1: {place}{WRITTEN}\n"
-            reports.wait_for(lines + first_cause(cause))
-        model.bn(torch.randn(4, channels, requires_grad=True))
+            reports.wait_for(expected_report("in bn forward, call 1", position_1, cause))
+        model(torch.randn(4, channels, requires_grad=True))
         dist.barrier()
     assert "channels over" not in reports.text
 
 
-def test_ended_default_groups_leave_no_thread_no_record_and_two_keys(
+def test_ended_default_groups_leave_two_keys_in_the_store_and_no_object_or_thread(
     ranks: Ranks, use_store: Callable[..., None]
 ) -> None:
-    def records() -> list[object]:
+    def threads_and_objects() -> list[object]:
         gc.collect()
         threads = [thread for thread in threading.enumerate() if thread.name == "syncbn.watchdog"]
-        return [*threads, *(value for value in gc.get_objects() if isinstance(value, (ThisRank, GroupState, Site)))]
+        return threads + [item for item in gc.get_objects() if isinstance(item, (ThisRank, GroupState, Site))]
 
-    num_records, store, layer = len(records()), dist.HashStore(), syncbn.SyncBatchNorm(3)
+    num_before, store, layer = len(threads_and_objects()), dist.HashStore(), syncbn.SyncBatchNorm(3)
     use_store(store)
     for _ in range(3):
         voting.world.replace_group()
@@ -371,13 +316,15 @@ def test_ended_default_groups_leave_no_thread_no_record_and_two_keys(
         del group
     del layer
     voting.world.replace_group()
-    wait_until(lambda: len(records()) <= num_records)  # Threads end soon.
-    assert store.num_keys() == 2  # the position, and how the layer was called last
+    wait_until(lambda: len(threads_and_objects()) <= num_before)  # A thread ends at its next poll.
+    assert store.num_keys() == 2  # the position of this rank, and how the layer was called last
 
 
-def test_an_old_default_group_that_is_released_late(ranks: Ranks, use_store: Callable[..., None]) -> None:
-    """The end of the old group does not overwrite the position of this rank in the new group. Otherwise readers would
-    ignore all values of this rank, and report that ranks differ although they agree."""
+def test_an_old_default_group_that_is_released_late_does_not_hide_the_new_position(
+    ranks: Ranks, use_store: Callable[..., None]
+) -> None:
+    """The end of the old group must not overwrite the position of this rank in the new group. Other ranks would ignore
+    all values of this rank, and report that the ranks differ although the ranks agree."""
     use_store(dist.PrefixStore("released late", voting.world.store))
     voting.world.replace_group()
     watchdog.this_rank()
