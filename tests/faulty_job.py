@@ -135,7 +135,8 @@ def train() -> None:
     ddp = model  # The constructor of DistributedDataParallel would raise for other channels.
     if FAULT != "channels":
         # With a broadcast of buffers ranks wait for a late rank in the broadcast; without a broadcast, in a layer.
-        ddp = DistributedDataParallel(model, broadcast_buffers=FAULT == "one batch less, then a metric")
+        broadcast_buffers = FAULT in ("one batch less, then a metric", "validates through DDP")
+        ddp = DistributedDataParallel(model, broadcast_buffers=broadcast_buffers)
     for step in range(1, num_steps + 1):
         if step == FAULTY_STEP:
             before_faulty_step(model)
@@ -143,6 +144,9 @@ def train() -> None:
         x = torch.randn(4, 3)
         if body.fault == "NaN":
             x[0, 0] = torch.nan
+        if body.fault == "validates through DDP":
+            ddp.eval()(x)
+            ddp.train()
         if FAULT == "one value" and step == FAULTY_STEP:
             x = x[:0] if IS_LAST_RANK else x[:1]  # one value per channel over both ranks
         with torch.autocast(x.device.type, torch.bfloat16, enabled=body.fault == "autocast"):

@@ -70,6 +70,8 @@ FAULTS = {
     "one batch less, then a metric": Fault(  # The other two ranks wait in DistributedDataParallel's broadcast.
         OUTSIDE + r"(ranks? .* body.bn1 .*\n)+(.*\n)*.*empty batch", num_ranks=3
     ),
+    # Rank 0 waits in a layer, and the last rank in DistributedDataParallel's broadcast before an evaluation.
+    "validates through DDP": Fault(positions(IN_BN1, AFTER_STEP_2)),
     # The models or the inputs differ.
     "channels": Fault(
         "gloo::EnforceNotMet",  # gloo ends rank 0 before rank 0 can report.
