@@ -15,8 +15,8 @@ To freeze statistics, put the layers into evaluation mode, and leave requires_gr
 averages the gradients of parameters that were frozen when DistributedDataParallel was built. After such parameters are
 unfrozen, the ranks diverge without an error, unless DistributedDataParallel is built again.
 
-The figures show that syncbn equals one process. They do not show that the job needs synchronisation: with two images
-per rank, local batch norm may be as good, and there is only one seed.
+The figures show that syncbn equals one process. The figures do not show that the job needs synchronisation: local batch
+norm with two images per rank may be as good, and there is only one seed.
 
     python examples/finetune.py                                          one process: the last three are the same
     torchrun --standalone --nproc-per-node 2 examples/finetune.py        two ranks, on GPUs (nccl) or CPUs (gloo)
@@ -29,7 +29,7 @@ import functools
 
 import torch
 from digits import NUM_TEST, accuracy, build_model, load_images
-from launch import local_slice, new_parser, positive, progress_bar, rank, run_on_ranks, world_size
+from launch import local_slice, new_parser, positive, progress, rank, run_on_ranks, world_size
 from results import print_table, write
 from running_statistics import recompute_running_stats
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ def freeze_statistics(model: nn.Module, frozen: bool = True) -> None:
 
 def train(trainers: list[Trainer], images: Tensor, labels: Tensor, batches: Tensor) -> None:
     """Train on each batch. A row of `batches` has the indices of the images of a batch."""
-    with progress_bar(0, len(batches)) as advance:
+    with progress(0, len(batches)) as advance:
         for indices in batches.to(images.device):
             for trainer in trainers:
                 trainer.step(images[indices], labels[indices])

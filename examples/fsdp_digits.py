@@ -17,7 +17,7 @@ import sys
 import torch
 import torch.distributed as dist
 from digits import NUM_TEST, ResidualBlock, accuracy, build_model, load_images
-from launch import new_parser, positive, progress_bar, rank, run_on_ranks, world_size
+from launch import new_parser, positive, progress, rank, run_on_ranks, world_size
 from results import print_table, write
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,7 +56,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         sys.exit(f"the batch of all ranks has {batch} images, but there are only {len(images)}")
     steps = min(arguments.steps or len(images), len(images) // batch)
     generator = torch.Generator().manual_seed(arguments.seed)
-    with progress_bar(0, arguments.epochs * steps) as advance:
+    with progress(0, arguments.epochs * steps) as advance:
         for _ in range(arguments.epochs):
             order = torch.randperm(len(images), generator=generator)
             for indices in order[: steps * batch].view(steps, batch).to(device):

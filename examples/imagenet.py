@@ -22,11 +22,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import launch
 import numpy as np
 import torch
 import torch.nn.functional as F
-from launch import new_parser, parallel, positive, progress_bar, rank, resume, run_on_ranks, sum_over_ranks, world_size
+from launch import load, new_parser, parallel, positive, progress, rank, run_on_ranks, save, sum_over_ranks, world_size
 from PIL import Image
 from results import write
 from torch import Tensor, nn
@@ -35,13 +34,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 import syncbn
 
 SUFFIXES = ".jpg", ".jpeg", ".png"
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue in [0, 1]
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's red, green and blue in [0, 1]
 CENTER = 224 / 256  # side of the crop for validation, as a share of the shorter side of the image
 STEPS_PER_LOSS = 50  # The progress shows a new loss after 50 steps, because reading a loss waits for the GPU.
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 Batch = tuple[Tensor, Tensor]  # images, labels
 
-parser = new_parser(__doc__, "imagenet", timeout=600)
+parser = new_parser(__doc__, "imagenet")
 add = parser.add_argument
 add("--data", type=Path, required=True, help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg")
 add("--epochs", type=positive, default=90, help="passes over the training images")
@@ -64,7 +63,7 @@ add("--checkpoint", type=Path, help="file to resume from, and to write")
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1x1, 3x3 and 1x1, each with batch norm; then the sum with the shortcut, and relu."""
+    """Convolutions of 1x1, 3x3 and 1x1, each with batch norm, then the sum with the shortcut, and relu."""
 
     def __init__(self, num_in: int, num_inside: int, stride: int) -> None:
         super().__init__()
@@ -174,7 +173,7 @@ def make_loaders(arguments: argparse.Namespace, device: torch.device) -> tuple[D
     if len(training) < arguments.images_per_rank * world_size():
         sys.exit(f"{data} has {len(training)} training images; lower --images-per-rank, or add some")
     sampler = DistributedSampler(training, world_size(), rank(), seed=arguments.seed, drop_last=True)
-    # Each validation image is on one rank. (A DistributedSampler would repeat images on ranks that have fewer.)
+    # Every validation image is on one rank. (A DistributedSampler would repeat images on ranks that have fewer.)
     local_validation = Subset(validation, range(rank(), len(validation), world_size()))
     options = {"batch_size": arguments.images_per_rank, "num_workers": arguments.workers}
     options["pin_memory"] = device.type == "cuda"
@@ -227,10 +226,8 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     groups = [{"params": matrices, "weight_decay": arguments.weight_decay}, {"params": vectors}]
     optimizer = torch.optim.SGD(groups, momentum=arguments.momentum)
 
-    # A job can resume only with the same model. Other options may change.
-    settings = {"--blocks": str(arguments.blocks), "--width": str(arguments.width), "classes": str(num_classes)}
     epochs: list[dict[str, float]] = []  # the results of each epoch
-    state = resume(arguments.checkpoint, settings) if arguments.checkpoint is not None else None
+    state = load(arguments.checkpoint) if arguments.checkpoint is not None else None
     if state is not None:
         model.load_state_dict(state["model"])
         groups = optimizer.state_dict()["param_groups"]  # momentum and weight decay of this command line
@@ -238,10 +235,10 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         epochs = state["epochs"]
 
     num_epochs, num_steps = arguments.epochs, len(loader)
-    with progress_bar(len(epochs) * num_steps, num_epochs * num_steps) as advance:
+    with progress(len(epochs) * num_steps, num_epochs * num_steps) as advance:
         for epoch in range(len(epochs), num_epochs):
             start, loss_text = time.monotonic(), ""
-            loader.dataset.epoch = epoch  # Each epoch starts new workers, which get a copy of the data set.
+            loader.dataset.epoch = epoch  # Every epoch starts new workers, which get a copy of the data set.
             loader.sampler.set_epoch(epoch)
             ddp.train()
             losses = torch.zeros(1, dtype=torch.float64, device=device)
@@ -271,8 +268,8 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
                 accuracies = f"top-1 {top_1:.2%}, top-5 {top_5:.2%}"
                 print(f"epoch {epoch + 1}/{num_epochs}: loss {mean_loss:.4f}, {accuracies}, {speed:.0f} images/s")
             if arguments.checkpoint is not None:
-                state = {"settings": settings, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                launch.save(arguments.checkpoint, state | {"epochs": epochs})
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs": epochs}
+                save(arguments.checkpoint, state)
     if rank() == 0:
         write(arguments, {"epochs": epochs})
 

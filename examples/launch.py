@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-SECONDS_BETWEEN_LINES = 10  # of progress, if there is no terminal
+SECONDS_BETWEEN_LINES = 10  # between lines of progress, without a terminal
 
 
 class ManualFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     """Prints the description unchanged, and the default of each option."""
 
 
-def new_parser(manual: str, name: str, timeout: float = 60) -> argparse.ArgumentParser:
-    """Return a parser with the options that all jobs have. The manual is the docstring of the job."""
+def new_parser(manual: str, name: str) -> argparse.ArgumentParser:
+    """Return a parser with the option that all jobs have. The manual is the docstring of the job."""
     parser = argparse.ArgumentParser(description=manual, formatter_class=ManualFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="folder for metrics.json and pictures")
-    parser.add_argument("--timeout", type=float, default=timeout, help="seconds that a rank waits in a collective")
     return parser
 
 
@@ -54,7 +52,7 @@ def run_on_ranks(job: Callable[[argparse.Namespace, torch.device], None], parser
         device, backend = torch.device("cpu"), "gloo"
         torch.set_num_threads(1)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(seconds=arguments.timeout))
+        dist.init_process_group(backend)
     try:
         job(arguments, device)
     except KeyboardInterrupt:
@@ -91,7 +89,7 @@ def parallel(model: nn.Module) -> nn.Module:
     Layers of syncbn compute equal running statistics on all ranks. Without the broadcast, ranks wait for a stalled rank
     in a layer of syncbn, which reports the positions of all ranks. Layers of nn.BatchNorm keep the running statistics
     of their rank. Before torch 2.13 DDP then does not send the initial buffers either, so load a checkpoint on every
-    rank, as `resume` does.
+    rank, as `load` does.
     """
     if not dist.is_initialized():
         return model
@@ -109,32 +107,19 @@ def save(path: Path, checkpoint: dict[str, Any]) -> None:
         unfinished.replace(path)
 
 
-def resume(path: Path, settings: dict[str, str]) -> dict[str, Any] | None:
-    """Read a checkpoint on rank 0 and return it on all ranks. Return None if there is no file.
-
-    **Exits** on all ranks if the file is not a checkpoint, or if checkpoint["settings"] differs from `settings`.
-    """
-    checkpoint, problem = None, ""
-    try:
-        if rank() == 0 and path.exists():
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            for name, setting in settings.items():
-                saved = checkpoint["settings"][name]
-                if saved != setting:
-                    problem = f"{path} was made with {name} {saved}, not {setting}; give another --checkpoint"
-    except Exception as error:  # torch.load of a damaged file may raise any exception.
-        problem = f"{path} is not a checkpoint of this job; give another --checkpoint ({type(error).__name__}: {error})"
-    objects = [checkpoint, problem]
+def load(path: Path) -> dict[str, Any] | None:
+    """Read the checkpoint on rank 0 and return it on all ranks. Return None if there is no file."""
+    checkpoint = None
+    if rank() == 0 and path.exists():
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    objects = [checkpoint]
     if dist.is_initialized():
-        dist.broadcast_object_list(objects)
-    checkpoint, problem = objects
-    if problem:
-        sys.exit(problem if rank() == 0 else 1)
-    return checkpoint
+        dist.broadcast_object_list(objects, src=0)
+    return objects[0]
 
 
 @contextlib.contextmanager
-def progress_bar(step: int, num_steps: int) -> Iterator[Callable[[str], None]]:
+def progress(step: int, num_steps: int) -> Iterator[Callable[[str], None]]:
     """Yield a function to call after each step with a text. On rank 0 it shows a bar or, without a terminal, prints
     lines. `step` is the number of steps that a resumed job has already done."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

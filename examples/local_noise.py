@@ -3,7 +3,7 @@
     python examples/local_noise.py                    10 seconds
 
 Trains a small residual network with nn.BatchNorm2d on handwritten digits for some steps. Then `measure` cuts batches
-into slices, one for each rank. The first table has the noise of each layer with 2 images per rank. The second table has
+into slices, one for each rank. Table 1 has the noise of each layer with 2 images per rank. Table 2 has
 the number of layers that gain from synchronisation with 1 to 64 images per rank. "sorted" batches are in the order of
 their classes, so each rank has different classes.
 
@@ -25,12 +25,12 @@ from trainer import Trainer
 
 from syncbn.functional import sync_batch_stats
 
-NUM_BATCHES = 10  # for each measurement
+NUM_BATCHES = 10  # batches per measurement
 THRESHOLD = 0.1  # A layer gains from synchronisation if `output_deviation` is larger.
 
 
 class LayerNoise(NamedTuple):
-    """The noise of a layer. Each field is a mean over channels, batches and ranks; deviations are root mean squares.
+    """The noise of a layer. Every field is a mean over channels, batches and ranks; deviations are root mean squares.
 
     On rank r a channel has n_r values with mean m_r and biased variance v_r. On all ranks together the channel has n
     values with mean m and variance v.

@@ -66,7 +66,6 @@ def write(
     conditions = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
-        "python": platform.python_version(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine(),
         "ranks": world_size(),

@@ -15,8 +15,8 @@ import syncbn
 def recompute_running_stats(model: nn.Module, loader: DataLoader, empty: Tensor) -> None:
     """Replace the running statistics by the mean and the unbiased variance over the data of all ranks.
 
-    The first element of each batch of the loader is the input of the model. `empty` is an input without samples, on the
-    device of the model. A rank that has fewer batches than another rank continues with `empty`.
+    A batch of the loader begins with the input of the model. `empty` is an input without samples, on the device of the
+    model. A rank that has fewer batches than another rank continues with `empty`.
     """
     copied = syncbn.convert_syncbn_model(copy.deepcopy(model))
     copied.eval()  # This switches off dropout. Only the batch-norm layers train.

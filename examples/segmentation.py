@@ -29,7 +29,7 @@ import launch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import local_slice, positive, progress_bar, rank, run_on_ranks, sum_over_ranks, world_size
+from launch import local_slice, positive, progress, rank, run_on_ranks, sum_over_ranks, world_size
 from results import BLUE, GREEN, LOOKS, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, mean_and_spread, print_table
 from running_statistics import recompute_running_stats
 from sklearn.datasets import load_digits
@@ -188,7 +188,7 @@ def train(arguments: argparse.Namespace, seed: int, device: torch.device) -> tup
     schedules = [OneCycleLR(trainer.optimizer, peak, total_steps=arguments.steps) for trainer in trainers]
     class_weights = torch.tensor([1.0] + (NUM_CLASSES - 1) * [DIGIT_WEIGHT], dtype=torch.float64, device=device)
     training_scenes, test_scenes = Scenes(slice(NUM_TEST, None), seed, device), Scenes(slice(NUM_TEST), seed, device)
-    with progress_bar(0, arguments.steps) as advance:
+    with progress(0, arguments.steps) as advance:
         for _ in range(arguments.steps):
             images, labels = training_scenes.draw(arguments.images_per_rank * world_size())
             for trainer, schedule in zip(trainers, schedules, strict=True):

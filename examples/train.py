@@ -26,7 +26,7 @@ from syncbn.testing import unequal
 def load_data():
     """Return the training, validation and test data, which must be equal on all ranks.
 
-    An image is one of ten random patterns with noise. Its label is the number of the pattern.
+    An image is one of ten random patterns with noise. The label of the image is the number of the pattern.
     """
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(10, (1500,), generator=generator)
@@ -99,7 +99,7 @@ def train(arguments, device):
     training, validation, test = load_data()
     sampler = DistributedSampler(training, drop_last=True)
     loader = DataLoader(training, arguments.images_per_rank, sampler=sampler, drop_last=True)
-    local_validation = Subset(validation, range(rank, len(validation), world_size))  # Each image is on one rank.
+    local_validation = Subset(validation, range(rank, len(validation), world_size))  # Every image is on one rank.
     validation_loader = DataLoader(local_validation, batch_size=100)
 
     torch.manual_seed(0)
@@ -116,7 +116,7 @@ def train(arguments, device):
     ddp = parallel(model)
 
     for epoch in range(first_epoch, arguments.epochs):
-        sampler.set_epoch(epoch)  # Each epoch has another order of the images.
+        sampler.set_epoch(epoch)  # Every epoch has another order of the images.
         torch.manual_seed(epoch * world_size + rank)  # Dropout and augmentation are also the same after a restart.
         train_epoch(ddp, optimizer, loader, device)
         scheduler.step()

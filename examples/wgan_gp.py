@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from digits import load_images
-from launch import local_slice, new_parser, parallel, positive, progress_bar, rank, run_on_ranks, world_size
+from launch import local_slice, new_parser, parallel, positive, progress, rank, run_on_ranks, world_size
 from results import write
 from torch import Tensor, nn
 
@@ -124,7 +124,7 @@ def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, flo
     adam = functools.partial(torch.optim.Adam, lr=arguments.learning_rate, betas=(0.5, 0.9))
     generator_optimizer, critic_optimizer = adam(generator.parameters()), adam(critic.parameters())
     distance = 0.0
-    with progress_bar(0, arguments.steps) as advance:
+    with progress(0, arguments.steps) as advance:
         for step in range(arguments.steps):
             for _ in range(CRITIC_STEPS):
                 real, mix, noise = draw_real(), draw_mix(), draw_noise()

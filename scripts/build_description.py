@@ -1,8 +1,7 @@
 """Make the package's description from README.md. hatchling runs this file, see pyproject.toml.
 
-README.md has relative links, which a clone needs and the package index cannot resolve. This hook makes links and
-pictures absolute and adds badges below the title, provided that pyproject.toml sets Repository and Documentation in
-[project.urls]. Otherwise the description is README.md.
+README.md has relative links, which the package index cannot resolve. If pyproject.toml has Repository and Documentation
+in [project.urls], the description has absolute links, and badges below the title. Otherwise it is README.md.
 """
 
 import re
@@ -22,14 +21,15 @@ BADGES = (
 
 
 def description(readme: str, urls: dict[str, str], version: str) -> str:
-    """Return README.md with absolute links: to pages of the documentation, and to files of this version's tag."""
+    """Return README.md with links to the pages of the documentation, and to the files of this version's tag."""
     if not {"Repository", "Documentation"} <= urls.keys():
         return readme
     addresses = {name: address.rstrip("/") for name, address in urls.items()}
 
     def absolute(link: re.Match[str]) -> str:
         start, target = link.groups()
-        if guide := GUIDE.fullmatch(target):
+        guide = GUIDE.fullmatch(target)
+        if guide:
             return f"{start}{addresses['Documentation']}/{guide[1]}.html{guide[2] or ''})"
         kind = "raw" if start.startswith("!") else "blob"
         return f"{start}{addresses['Repository']}/{kind}/v{version}/{target})"
@@ -40,10 +40,9 @@ def description(readme: str, urls: dict[str, str], version: str) -> str:
 
 
 class DescriptionHook(MetadataHookInterface):
-    """Sets `readme`."""
+    """Sets the field `readme` of the metadata when hatchling reads pyproject.toml."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Set the description. hatchling calls this when it reads pyproject.toml."""
         text = Path(self.root, "README.md").read_text()
         text = description(text, metadata.get("urls", {}), metadata["version"])
         metadata["readme"] = {"content-type": "text/markdown", "text": text}

@@ -38,15 +38,15 @@ import syncbn
 
 sys.path.append(str(Path(__file__).parents[1]))
 from digits import build_model, load_images
-from launch import local_slice, new_parser, parallel, positive, progress_bar, rank, run_on_ranks, world_size
+from launch import local_slice, new_parser, parallel, positive, progress, rank, run_on_ranks, world_size
 from local_noise import gains, measure
 from results import LOOKS, mean_and_spread, print_table, write
 from running_statistics import merge_running_stats, recompute_running_stats
 
 NUM_TRAIN = 600  # training digits; the other 1,197 are for the test, whose error then has steps of 0.1 %
 NUM_MEASURED = 20  # batches on which local noise is measured
-LEARNING_RATE = 0.1  # for a batch of 32 images
-IMAGES_PER_RANK = 16  # with shards
+LEARNING_RATE = 0.1  # learning rate of a batch of 32 images
+IMAGES_PER_RANK = 16  # images per rank in the study of shards
 CHANNELS_PER_GROUP = 4
 HEADINGS = {"images": "images per rank", "shards": "shards"}
 Errors = dict[str, dict[str, list[float]]]  # way -> setting -> test error of each seed
@@ -142,7 +142,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     errors: Errors = defaultdict(lambda: defaultdict(list))
     noise = {}  # setting -> noise of each layer
     runs = list(itertools.product(range(arguments.seeds), settings, ways))
-    with progress_bar(0, len(runs)) as advance:
+    with progress(0, len(runs)) as advance:
         for seed, setting, way in runs:
             torch.manual_seed(seed)
             # The last stage has 4 values per image and channel, so small batches are noisy there, as in detectors.
