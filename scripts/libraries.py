@@ -53,7 +53,8 @@ def segmentation_models_pytorch() -> Iterator[Case]:
 def monai() -> Iterator[Case]:
     from monai.networks import nets
 
-    flat, deep = ({"spatial_dims": dims, "in_channels": 1, "out_channels": 2} for dims in (2, 3))
+    flat = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}
+    deep = flat | {"spatial_dims": 3}
     image, volume = (SAMPLES, 1, 32, 32), (SAMPLES, 1, 16, 16, 16)
     few = {"channels": (4, 8, 16), "strides": (2, 2)}
     features = {"features": (4, 4, 8, 8, 16, 4), "norm": "batch"}

@@ -55,13 +55,14 @@ class Part:
             options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "process_group": 0}
             self.process = subprocess.Popen(self.command, env=self.environment, **options)
 
-    def end(self) -> None:
-        """End the program with its children. On SIGTERM torchrun ends its ranks, which are in other process groups."""
+    def end(self, seconds: float = 40) -> None:
+        """End the program with its children: by SIGTERM, and by SIGKILL after these seconds. On SIGTERM torchrun ends
+        its ranks, which are in other process groups, within 30 s."""
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal_number)
-                with contextlib.suppress(subprocess.TimeoutExpired):  # A call of a GPU's driver may not end.
-                    self.process.wait(10)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(seconds)
 
     def failed(self) -> bool:
         return self.process.returncode not in (0, 5)  # 5: the arguments select no test of this part

@@ -40,7 +40,8 @@ def kernel_calls(case: Case, device: torch.device, back_end: Any = None) -> Call
     """Return the calls of the kernels' functions on random tensors. The default back end is the one that layers use."""
     x, z, dy = (tensor.detach() for tensor in draw(case, device))
     dtype = torch.promote_types(x.dtype, torch.float32)
-    weight, bias = (make(case.channels, dtype=dtype, device=device) for make in (torch.ones, torch.zeros))
+    weight = torch.ones(case.channels, dtype=dtype, device=device)
+    bias = torch.zeros_like(weight)
     sums = torch.ones(payload.num_elements(case.channels), dtype=torch.float64, device=device)
     statistics = torch.ones(3 * case.channels + 4, dtype=torch.float64, device=device)
     layout = Layout.of(x, case.channel_dim), x.dtype, x.device

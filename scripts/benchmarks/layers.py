@@ -115,7 +115,7 @@ def measure_memory(peer: Peer, case: Case, device: torch.device) -> dict[str, fl
     x, z, dy = draw(case, device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), CommDebugMode() as collectives:
         peer(x, z).backward(dy)
-    x, z, dy = draw(case, device)  # The gradients of the first step would count.
+    x, z, dy = draw(case, device)  # Hooks of the first step would copy the gradients of its tensors.
     if x.is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -134,7 +134,9 @@ def measure_memory(peer: Peer, case: Case, device: torch.device) -> dict[str, fl
 def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
     x, z, dy = draw(case, device)
     peers = make_peers(case, device)
-    torch.ones(1, requires_grad=True).clone().backward(torch.ones(1))  # The first backward imports sympy.
+    torch.ones(1, requires_grad=True).clone().backward(
+        torch.ones(1)
+    )  # The first backward of a process imports sympy, which must not be measured.
     memory = {name: measure_memory(peer, case, device) for name, peer in peers.items()}
     calls = {name: partial(time_step, peer, x, z, dy) for name, peer in peers.items()}
     if dist.is_initialized():
