@@ -55,8 +55,6 @@ def run_on_ranks(job: Callable[[argparse.Namespace, torch.device], None], parser
         dist.init_process_group(backend)
     try:
         job(arguments, device)
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
     finally:
         gc.collect()  # The models must be freed before the process group. FSDP2 models are in reference cycles.
         if dist.is_initialized():

@@ -159,7 +159,6 @@ def test(trainer: Trainer, images: Tensor, labels: Tensor, training: Tensor) -> 
 def draw_predictions(figure: Any, trainers: list[Trainer], images: Tensor, labels: Tensor) -> None:
     """Draw a row for each scene: the scene, its labels, and the prediction of each model."""
     from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Patch
 
     colors = ListedColormap(["#1a1a1f", *DIGIT_COLORS])
     columns = [("scene", "black", images.permute(0, 2, 3, 1)), ("labels", "black", labels)]
@@ -173,10 +172,6 @@ def draw_predictions(figure: Any, trainers: list[Trainer], images: Tensor, label
         for axes, picture in zip(axes_of_column, pictures, strict=True):
             axes.imshow(picture.cpu(), cmap=colors, vmin=0, vmax=NUM_CLASSES - 1, interpolation="nearest")
             axes.axis("off")
-    patches = [Patch(color=color, label=str(digit)) for digit, color in enumerate(DIGIT_COLORS)]
-    legend = figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), handlelength=1)
-    legend.set(frame_on=True)
-    legend.get_frame().set(facecolor="#e5e5e5", edgecolor="none")  # One of the digits is white.
 
 
 def train(arguments: argparse.Namespace, seed: int, device: torch.device) -> tuple[list[Trainer], Tensor, Tensor]:
