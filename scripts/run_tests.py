@@ -160,14 +160,12 @@ def run(parts: list[Part]) -> bool:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # The exit ends the running parts.
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda *_: sys.exit("interrupted"))  # The exit ends the running parts.
     os.chdir(Path(__file__).parent.parent)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # With it, some 200 processes would each compile the same files.
     option = sys.argv.pop(1) if sys.argv[1:2] in (["--quick"], ["--nightly"]) else ""
-    try:
-        sys.exit(not run(make_parts(option, sys.argv[1:])))
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    sys.exit(not run(make_parts(option, sys.argv[1:])))
 
 
 if __name__ == "__main__":

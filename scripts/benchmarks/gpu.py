@@ -10,12 +10,12 @@ times.json to --output.
 
 import argparse
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -51,10 +51,6 @@ def choose_group(kind: str) -> None:
     """Let syncbn's layers communicate over the group of one rank if `kind` is "group"."""
     group = dist.group.WORLD if kind == "group" else None
     calls.resolve = lambda spec: group
-
-
-def minimum_and_median(values: Sequence[float], prefix: str = "") -> dict[str, float]:
-    return {f"{prefix}minimum": min(values), f"{prefix}median": statistics.median(values)}
 
 
 def wait_for_gpu() -> None:
@@ -104,7 +100,8 @@ def layers(device: torch.device, dry_run: bool) -> Iterator[tuple[str, Rows]]:
     rows: dict[str, dict[str, float]] = {}
     for kind, samples in interleave(steps, rounds, warm_up=3, repeats=2).items():
         forward, backward = zip(*samples, strict=True)
-        rows[kind] = minimum_and_median(forward, "forward ") | minimum_and_median(backward, "backward ")
+        rows[kind] = {"forward minimum": min(forward), "forward median": median(forward)}
+        rows[kind] |= {"backward minimum": min(backward), "backward median": median(backward)}
     yield "us a layer", rows
 
 
@@ -139,7 +136,8 @@ def steps(device: torch.device, dry_run: bool) -> Iterator[tuple[str, Rows]]:
                 call = partial(step, kind, model, optimizer, images)
                 timers[kind] = partial(milliseconds, call if mode == "eager" else capture(call))
             times = interleave(timers, rounds, warm_up=2)
-        yield f"ms a step, {mode}, batch {batch}", {kind: minimum_and_median(values) for kind, values in times.items()}
+        rows = {kind: {"minimum": min(values), "median": median(values)} for kind, values in times.items()}
+        yield f"ms a step, {mode}, batch {batch}", rows
 
 
 PARTS = {"layers": layers, "steps": steps}

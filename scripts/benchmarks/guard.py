@@ -51,8 +51,7 @@ def build(folder: Path, ref: str | None = None) -> None:
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     else:
         archive = folder.with_suffix(".tar")
-        if subprocess.run(["git", "archive", f"--output={archive}", ref, *FOLDERS], cwd=ROOT, check=False).returncode:
-            raise SystemExit(f"git has no commit {ref} to compare with")
+        subprocess.run(["git", "archive", f"--output={archive}", ref, *FOLDERS], cwd=ROOT, check=True)
         shutil.unpack_archive(archive, folder, filter="data")
     environment = os.environ | {"PYTHONPATH": str(folder / "scripts")}
     subprocess.run([sys.executable, "-c", BUILD], cwd=folder, env=environment, check=True)

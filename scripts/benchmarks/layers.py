@@ -99,8 +99,7 @@ def make_peers(case: Case, device: torch.device) -> dict[str, Peer]:
 
 def time_all_reduces(channels: int, device: torch.device) -> list[float]:
     payload = torch.zeros(num_elements(channels), dtype=torch.float64, device=device)
-    (forward,), (backward,) = (time_stages(device, partial(dist.all_reduce, payload)) for _ in range(2))
-    return [forward, backward]
+    return time_stages(device, lambda: dist.all_reduce(payload), lambda _: dist.all_reduce(payload))
 
 
 def measure_memory(peer: Peer, case: Case, device: torch.device) -> dict[str, float]:
