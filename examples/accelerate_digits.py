@@ -1,11 +1,11 @@
-"""Train on real handwritten digits with Hugging Face Accelerate, which needs one more line: convert_syncbn_model.
+"""Train on real handwritten digits with Hugging Face Accelerate. syncbn needs one line, convert_syncbn_model.
 
-    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_digits.py      without GPUs: CPUs, gloo
+    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_digits.py      without GPUs: on CPUs, with gloo
     python examples/accelerate_digits.py                                               one process
 
-Without mpirun, `accelerate launch --cpu` starts one process. Any number of processes that divides --batch shares the
-same batch, and training is in float64, so the final loss is the same: 0.1441 after 3 epochs. Prints the loss and the
-test accuracy; --output FILE writes both as JSON.
+Start CPU processes with --multi_gpu too: without mpirun, `accelerate launch --cpu` starts only one process. The
+processes share a batch of --batch images, and training is in float64. So the final loss after 3 epochs is 0.1441 with
+any number of processes that divides --batch. Prints the loss and the test accuracy. --output FILE writes both as JSON.
 """
 
 import argparse
@@ -28,16 +28,17 @@ parser.add_argument("--learning-rate", type=float, default=0.01, help="of SGD")
 parser.add_argument("--cpu", action="store_true", help="use no GPU")
 parser.add_argument("--output", type=Path, help="JSON file to write")
 arguments = parser.parse_args()
-split = DataLoaderConfiguration(split_batches=True)  # Each process takes its share of a batch of the loader.
-accelerator = Accelerator(cpu=arguments.cpu or not torch.cuda.is_available(), dataloader_config=split)
+
 torch.manual_seed(0)
 images, labels = load_images(torch.float64, torch.device("cpu"))
-train, test = TensorDataset(images[NUM_TEST:], labels[NUM_TEST:]), (images[:NUM_TEST], labels[:NUM_TEST])
-loader = DataLoader(train, arguments.batch, drop_last=True)
-
+loader = DataLoader(TensorDataset(images[NUM_TEST:], labels[NUM_TEST:]), arguments.batch, drop_last=True)
 model = build_model(width=16).double()
-model = syncbn.convert_syncbn_model(model)  # the one line
+model = syncbn.convert_syncbn_model(model)  # the line for syncbn
 optimizer = torch.optim.SGD(model.parameters(), lr=arguments.learning_rate, momentum=0.9)
+
+use_cpu = arguments.cpu or not torch.cuda.is_available()
+# With split_batches each process gets its share of a batch of the loader.
+accelerator = Accelerator(cpu=use_cpu, dataloader_config=DataLoaderConfiguration(split_batches=True))
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 for _ in range(arguments.epochs):
@@ -46,13 +47,13 @@ for _ in range(arguments.epochs):
         optimizer.zero_grad()
         accelerator.backward(loss)
         optimizer.step()
-losses = accelerator.gather(loss.detach().reshape(1))
+final_loss = accelerator.gather(loss.detach().reshape(1)).mean().item()
 
-test = (tensor.to(accelerator.device) for tensor in test)
-right = accuracy(accelerator.unwrap_model(model), *test)
-result = {"processes": accelerator.num_processes, "final loss": losses.mean().item(), "test accuracy": right}
+device = accelerator.device
+test_accuracy = accuracy(accelerator.unwrap_model(model), images[:NUM_TEST].to(device), labels[:NUM_TEST].to(device))
+result = {"processes": accelerator.num_processes, "final loss": final_loss, "test accuracy": test_accuracy}
 accelerator.print(result)
 if arguments.output and accelerator.is_main_process:
     arguments.output.write_text(json.dumps(result))
-model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)  # before the process group is destroyed
-accelerator.end_training()  # destroys the process group
+model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)  # before the end of the process group
+accelerator.end_training()  # This destroys the process group.

@@ -1,23 +1,24 @@
 """Train on real handwritten digits in three ways, from the same weights on the same batches.
 
-    one process     the whole batch on one process, nn.BatchNorm2d
-    syncbn          W ranks under DistributedDataParallel, each with its slice of the batch, syncbn
-    local           the same with nn.BatchNorm2d: every rank normalises its slice alone
+    one process     nn.BatchNorm2d on the whole batch
+    syncbn          synchronised batch norm on W ranks under DistributedDataParallel, each with its slice of the batch
+    local           the same with nn.BatchNorm2d: each rank normalises its slice alone
 
-With syncbn the loss curve equals that of one process, up to rounding. Local statistics of two images give another
-curve. The seed decides which way has the best test accuracy here; segmentation.py is a job where it matters.
+With syncbn the loss curve equals that of one process, up to rounding. With local statistics of two images per rank the
+curve is different. The seed decides which way has the best test accuracy. (segmentation.py is a job in which local
+statistics are worse with every seed.)
 
-    python examples/digits.py                                          one process: all three are the same
-    torchrun --standalone --nproc-per-node 2 examples/digits.py        two ranks: nccl when each has a GPU, else gloo
+    python examples/digits.py                                          one process: all three ways are the same
+    torchrun --standalone --nproc-per-node 2 examples/digits.py        two ranks, on GPUs (nccl) or CPUs (gloo)
     torchrun --standalone --nproc-per-node 2 examples/digits.py --epochs 1 --steps 20        a few seconds
 
-With --checkpoint FILE, which only rank 0 reads and writes, the job resumes from the file if it exists. So the job
-survives the end of any rank at any time, and may resume with fewer or more ranks: the batch stays the same.
+With --checkpoint FILE the job saves its state, and resumes if the file exists. Any rank may be killed at any time. The
+job may resume with another number of ranks, because the batch stays the same.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/digits.py --checkpoint runs/digits/checkpoint.pt
 
-Writes metrics.json (settings, loss curves, accuracies, distances) to --output. The data are scikit-learn's: 1,797
-images of 8 x 8 pixels, which its wheel contains.
+Writes metrics.json (settings, losses, accuracies, distances) to --output. The wheel of scikit-learn contains the data:
+1,797 images of 8 x 8 pixels.
 """
 
 import argparse
@@ -27,12 +28,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from launch import new_parser, positive, progress_bar, rank, resume, run_on_ranks, save, world_size
+from launch import load, new_parser, positive, progress, rank, run_on_ranks, save, world_size
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from trainer import last_losses, report, three_ways
 
-NUM_TEST = 297  # held-out images; the other 1,500 are for training
+NUM_TEST = 297  # images for the test; the other 1,500 are for training
 
 parser = new_parser(__doc__, "digits")
 add = parser.add_argument
@@ -41,7 +42,6 @@ add("--steps", type=positive, help="steps per epoch; None: as many as the images
 add("--images-per-rank", type=positive, default=2, help="images per rank and step")
 add("--learning-rate", type=float, default=0.005, help="of SGD with momentum 0.9")
 add("--width", type=positive, default=16, help="channels of the first stage")
-add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
 add("--seed", type=int, default=0, help="of weights and batches")
 add("--checkpoint", type=Path, help="file to resume from, and to write")
 add("--checkpoint-every", type=positive, default=25, help="steps between checkpoints")
@@ -59,12 +59,12 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Sequential(nn.Conv2d(num_in, num_out, 1, stride, bias=False), nn.BatchNorm2d(num_out))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))  # (N, num_out, H / stride, W / stride), like the output
+        y = F.relu(self.bn1(self.conv1(x)))  # (N, num_out, H / stride, W / stride)
         return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
 
 
 def build_model(width: int, strides: tuple[int, int] = (1, 2)) -> nn.Module:
-    """(N, 1, 8, 8) images -> (N, 10) logits. A stride of 2 doubles the channels."""
+    """Map images (N, 1, 8, 8) to logits (N, 10). Where a block has the stride 2, the channels double."""
     inner, outer = strides[0] * width, strides[0] * strides[1] * width
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1, bias=False),  # (N, width, 8, 8)
@@ -79,7 +79,7 @@ def build_model(width: int, strides: tuple[int, int] = (1, 2)) -> nn.Module:
 
 
 def load_images(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return images (1797, 1, 8, 8) in [0, 1] and labels (1797,). The order of the data set mixes its writers."""
+    """Return images (1797, 1, 8, 8) in [0, 1] and labels (1797,)."""
     digits = load_digits()
     images = torch.tensor(digits.images / 16, dtype=dtype, device=device).unsqueeze(1)
     return images, torch.tensor(digits.target, device=device)
@@ -87,59 +87,54 @@ def load_images(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the share of right answers, with running statistics."""
-    right = model.eval()(images).argmax(1) == labels
+    """Return the share of correctly classified images. The model normalises by its running statistics."""
+    is_correct = model.eval()(images).argmax(1) == labels
     model.train()
-    return right.double().mean().item()
+    return is_correct.double().mean().item()
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(arguments.seed)
-    dtype, path = getattr(torch, arguments.dtype), arguments.checkpoint
-    images, labels = load_images(dtype, device)
+    images, labels = load_images(torch.float64, device)  # Training amplifies rounding, too much in float32.
     test, images, labels = (images[:NUM_TEST], labels[:NUM_TEST]), images[NUM_TEST:], labels[NUM_TEST:]
     sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
-    trainers = three_ways(build_model(arguments.width).to(device, dtype), sgd)
+    trainers = three_ways(build_model(arguments.width).to(device, torch.float64), sgd)
     for trainer in trainers:
         trainer.tests["accuracies"] = []
     batch, epoch = arguments.images_per_rank * world_size(), 0
     if batch > len(images):
-        sys.exit(f"all ranks' images make a batch of {batch}, but there are {len(images)}")
+        sys.exit(f"the batch of all ranks has {batch} images, but there are only {len(images)}")
     generator = torch.Generator().manual_seed(arguments.seed)
-    remaining = torch.empty(0, dtype=torch.long)  # indices of this epoch's images that are not yet used
+    remaining = torch.empty(0, dtype=torch.long)  # indices of the images for the remaining steps of the epoch
 
-    # A checkpoint must have the same settings. The numbers of ranks and epochs may change.
-    names = "images-per-rank", "steps", "learning-rate", "width", "dtype", "seed"
-    settings = {f"--{name}": str(getattr(arguments, name.replace("-", "_"))) for name in names}
-    if path is not None and (state := resume(path, settings)) is not None:
-        if state["batch"] < world_size():
-            sys.exit(f"{path} has a batch of {state['batch']} images, too few for {world_size()} ranks")
+    path = arguments.checkpoint
+    state = load(path) if path is not None else None
+    if state is not None:
         batch, epoch, remaining = state["batch"], state["epoch"], state["remaining"]
         generator.set_state(state["generator"])
         for trainer in trainers:
             trainer.load_state_dict(state["trainers"][trainer.name])
 
     steps = arguments.steps or len(images) // batch
-    done = len(trainers[0].losses)
-    with progress_bar(done, arguments.epochs * steps) as advance:
+    step = len(trainers[0].losses)
+    with progress(step, arguments.epochs * steps) as advance:
         while epoch < arguments.epochs:
-            if not len(remaining):
+            if len(remaining) == 0:
                 remaining = torch.randperm(len(images), generator=generator)[: steps * batch]
-            picked, remaining = remaining[:batch].to(device), remaining[batch:]
+            indices, remaining = remaining[:batch].to(device), remaining[batch:]
             for trainer in trainers:
-                trainer.step(images[picked], labels[picked])
-            done += 1
+                trainer.step(images[indices], labels[indices])
+            step += 1
             advance(f"epoch {epoch + 1}/{arguments.epochs}  {last_losses(trainers)}")
-            if not len(remaining):
+            if len(remaining) == 0:
                 epoch += 1
-                for trainer in trainers:  # The bare module needs no other rank.
+                for trainer in trainers:  # trainer.module has no DDP, so its evaluation does not communicate.
                     trainer.tests["accuracies"].append(accuracy(trainer.module, *test))
-            if path is not None and (done % arguments.checkpoint_every == 0 or epoch == arguments.epochs):
-                state = {"settings": settings, "batch": batch, "epoch": epoch, "remaining": remaining}
+            if path is not None and (step % arguments.checkpoint_every == 0 or epoch == arguments.epochs):
+                state = {"batch": batch, "epoch": epoch, "remaining": remaining}
                 state["generator"] = generator.get_state()  # Nothing else is random: the model has no dropout.
                 state["trainers"] = {trainer.name: trainer.state_dict() for trainer in trainers}
-                if rank() == 0:
-                    save(state, path)
+                save(path, state)
     if rank() == 0:
         accuracies = [trainer.tests["accuracies"][-1] for trainer in trainers]
         report(trainers, "test accuracy", accuracies, f"{batch} images", arguments)

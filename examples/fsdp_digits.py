@@ -1,12 +1,12 @@
 """Train on real handwritten digits with FSDP2: sharded parameters, and batch norm over all ranks.
 
-    torchrun --standalone --nproc-per-node 2 examples/fsdp_digits.py        nccl when each rank has a GPU, else gloo
+    torchrun --standalone --nproc-per-node 2 examples/fsdp_digits.py        on GPUs (nccl) or CPUs (gloo)
     torchrun --standalone --nproc-per-node 2 examples/fsdp_digits.py --epochs 1 --steps 20        a few seconds
 
-Convert first, then call fully_shard. For comparison each rank also trains the same weights on the whole batches with
-nn.BatchNorm2d, as one process would; the loss curves agree up to rounding. At the end the shards are gathered into a
-full checkpoint, model.pt. A model with nn.BatchNorm2d loads the checkpoint and is evaluated on the test images.
-Writes model.pt and metrics.json to --output.
+Convert the model before fully_shard. For comparison, each rank also trains a copy of the model with nn.BatchNorm2d on
+the whole batches, as one process would. The two loss curves agree up to rounding. At the end a model with
+nn.BatchNorm2d loads the full checkpoint, model.pt, and classifies the test images. Writes model.pt and metrics.json to
+--output.
 """
 
 import argparse
@@ -17,7 +17,8 @@ import sys
 import torch
 import torch.distributed as dist
 from digits import NUM_TEST, ResidualBlock, accuracy, build_model, load_images
-from launch import new_parser, positive, print_table, progress_bar, rank, run_on_ranks, world_size, write
+from launch import new_parser, positive, progress, rank, run_on_ranks, world_size
+from results import print_table, write
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -40,35 +41,36 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         sys.exit("FSDP2 needs a process group: torchrun --standalone --nproc-per-node 2 examples/fsdp_digits.py")
     torch.manual_seed(arguments.seed)
     images, labels = load_images(torch.float64, device)
-    test, train = (images[:NUM_TEST], labels[:NUM_TEST]), (images[NUM_TEST:], labels[NUM_TEST:])
+    test, images, labels = (images[:NUM_TEST], labels[:NUM_TEST]), images[NUM_TEST:], labels[NUM_TEST:]
     reference = build_model(arguments.width).to(device, torch.float64)
-    sharded = syncbn.convert_syncbn_model(copy.deepcopy(reference))  # before fully_shard
+    sharded = syncbn.convert_syncbn_model(copy.deepcopy(reference))
     mesh = init_device_mesh(device.type, (world_size(),))
-    for module in (*(child for child in sharded if isinstance(child, ResidualBlock)), sharded):
-        fully_shard(module, mesh=mesh)
+    for module in sharded:
+        if isinstance(module, ResidualBlock):
+            fully_shard(module, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
     sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
     trainers = [Trainer("one process", reference, sgd), Trainer("FSDP2", sharded, sgd, wrap=lambda model: model)]
     batch = arguments.images_per_rank * world_size()
-    if batch > len(train[0]):
-        sys.exit(f"all ranks' images make a batch of {batch}, but there are {len(train[0])}")
-    steps = min(arguments.steps or len(train[0]), len(train[0]) // batch)
-    order = torch.Generator().manual_seed(arguments.seed)
-    with progress_bar(0, arguments.epochs * steps) as advance:
+    if batch > len(images):
+        sys.exit(f"the batch of all ranks has {batch} images, but there are only {len(images)}")
+    steps = min(arguments.steps or len(images), len(images) // batch)
+    generator = torch.Generator().manual_seed(arguments.seed)
+    with progress(0, arguments.epochs * steps) as advance:
         for _ in range(arguments.epochs):
-            for picked in torch.randperm(len(train[0]), generator=order)[: steps * batch].view(steps, batch).to(device):
+            order = torch.randperm(len(images), generator=generator)
+            for indices in order[: steps * batch].view(steps, batch).to(device):
                 for trainer in trainers:
-                    trainer.step(train[0][picked], train[1][picked])
+                    trainer.step(images[indices], labels[indices])
                 advance(last_losses(trainers))
 
-    whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    checkpoint = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank() == 0:
         arguments.output.mkdir(parents=True, exist_ok=True)
-        torch.save(whole, arguments.output / "model.pt")
+        torch.save(checkpoint, arguments.output / "model.pt")
         loaded = build_model(arguments.width).to(device, torch.float64)
         loaded.load_state_dict(torch.load(arguments.output / "model.pt", weights_only=True))
         metrics = {
-            "steps": len(trainers[1].losses),
-            "final loss": trainers[1].losses[-1],
             "largest distance from one process": distance(trainers[1], trainers[0]),
             "test accuracy": accuracy(loaded, *test),
             "test accuracy of one process": accuracy(reference, *test),

@@ -1,71 +1,62 @@
-"""Shared by all jobs: options, the ranks that torchrun has started, checkpoints, progress on rank 0, results."""
+"""What every job needs: options, the ranks that torchrun has started, checkpoints, and progress on rank 0."""
 
 import argparse
 import contextlib
 import gc
-import glob
 import inspect
-import itertools
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from plots import STYLE
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-START = time.monotonic()
-LINE_EVERY = 10  # seconds between lines, without a terminal
+SECONDS_BETWEEN_LINES = 10  # between lines of progress, without a terminal
 
 
 class ManualFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a docstring as it is written, and the default of each option."""
+    """Prints the description unchanged, and the default of each option."""
 
 
-def new_parser(manual: str, name: str, timeout: float = 60) -> argparse.ArgumentParser:
-    """Return a parser with the options of all jobs."""
+def new_parser(manual: str, name: str) -> argparse.ArgumentParser:
+    """Return a parser with the option that all jobs have. The manual is the docstring of the job."""
     parser = argparse.ArgumentParser(description=manual, formatter_class=ManualFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="folder for metrics.json and pictures")
-    parser.add_argument("--timeout", type=float, default=timeout, help="seconds that a rank waits in a collective")
     return parser
 
 
 def positive(text: str) -> int:
-    """Convert an option that must be a whole number of at least 1."""
-    if (number := int(text)) < 1:
+    """Convert the text of an option to a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return number
 
 
 def run_on_ranks(job: Callable[[argparse.Namespace, torch.device], None], parser: argparse.ArgumentParser) -> None:
-    """Call `job` with the options and this rank's device, in the process group that torchrun describes, if any.
-    Each rank has its own GPU, or all ranks use the CPU."""
+    """Call `job` with the options and the device of this rank. Under torchrun, create the process group first.
+
+    If the host has a GPU for each of its ranks, each rank gets a GPU. Otherwise all ranks use the CPU.
+    """
     arguments = parser.parse_args()
-    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "nccl"
         torch.cuda.set_device(device)
     else:
+        device, backend = torch.device("cpu"), "gloo"
         torch.set_num_threads(1)
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=arguments.timeout))
+        dist.init_process_group(backend)
     try:
         job(arguments, device)
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
     finally:
-        gc.collect()  # The models must be freed before the process group; FSDP's are in reference cycles.
+        gc.collect()  # The models must be freed before the process group. FSDP2 models are in reference cycles.
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -78,18 +69,25 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def own(batch: Tensor) -> Tensor:
-    """Return this rank's slice of a whole batch."""
+def local_slice(batch: Tensor) -> Tensor:
+    """Return the slice of this rank of a whole batch."""
     return batch.tensor_split(world_size())[rank()]
 
 
-def parallel(model: nn.Module) -> nn.Module:
-    """Wrap the model in DistributedDataParallel if there are ranks, without a broadcast of the buffers in each forward.
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Add up a tensor over all ranks, in place, and return the tensor."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
 
-    syncbn computes equal running statistics on all ranks, so the broadcast is not needed. Without it a rank whose peer
-    stalls waits in a syncbn layer, which reports both positions. (nn.BatchNorm then keeps each rank's own statistics.)
-    Before torch 2.13 DDP does not send the buffers at its construction either: load a checkpoint on every rank, as
-    `resume` does.
+
+def parallel(model: nn.Module) -> nn.Module:
+    """Wrap the model in DistributedDataParallel without its broadcast of buffers, if there is a process group.
+
+    Layers of syncbn compute equal running statistics on all ranks. Without the broadcast, ranks wait for a stalled rank
+    in a layer of syncbn, which reports the positions of all ranks. Layers of nn.BatchNorm keep the running statistics
+    of their rank. Before torch 2.13 DDP then does not send the initial buffers either, so load a checkpoint on every
+    rank, as `load` does.
     """
     if not dist.is_initialized():
         return model
@@ -98,109 +96,42 @@ def parallel(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, **{name: False})
 
 
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Add up a tensor over all ranks, in place, and return it."""
+def save(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Write the checkpoint on rank 0. The file gets its name when it is complete."""
+    if rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + ".unfinished")
+        torch.save(checkpoint, unfinished)
+        unfinished.replace(path)
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    """Read the checkpoint on rank 0 and return it on all ranks. Return None if there is no file."""
+    checkpoint = None
+    if rank() == 0 and path.exists():
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    objects = [checkpoint]
     if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def save(state: object, path: Path) -> None:
-    """Write a checkpoint atomically: the file gets its name after it has been written to the disk."""
-    unfinished = path.with_name(f"{path.name} unfinished by {platform.node()} {os.getpid()}")
-    with unfinished.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-
-
-def load(path: Path) -> Any:
-    """Return the state that `save` wrote, or None without a file. Make the folder for the next `save`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for file in path.parent.glob(f"{glob.escape(path.name)} unfinished by *"):  # left by a process that was killed
-        file.unlink(missing_ok=True)
-    return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
-
-
-def resume(path: Path, settings: dict[str, str]) -> Any:
-    """Load a checkpoint on rank 0 and return it on every rank, or None without a file.
-
-    **Exits** on every rank if the file is not a checkpoint, or if its "settings" differ.
-    """
-    state, reason = None, None
-    try:
-        if rank() == 0 and (state := load(path)) is not None:
-            for name, saved in state["settings"].items():
-                if saved != settings[name]:
-                    reason = f"{path} was made with {name} {saved}, not {settings[name]}; give another --checkpoint"
-    except Exception as error:  # A damaged file may raise any exception.
-        reason = f"{path} is not a checkpoint of this job; give another --checkpoint ({type(error).__name__}: {error})"
-    results = [state, reason]
-    if dist.is_initialized():
-        dist.broadcast_object_list(results)
-    state, reason = results
-    if reason is not None:
-        sys.exit(reason if rank() == 0 else 1)
-    return state
+        dist.broadcast_object_list(objects, src=0)
+    return objects[0]
 
 
 @contextlib.contextmanager
-def progress_bar(done: int, total: int) -> Iterator[Callable[[str], None]]:
-    """Yield the function to call after each step from `done` to `total`, with the text to show."""
-    if rank() != 0:
-        yield lambda text: None
-    elif sys.stdout.isatty():
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(*columns) as progress:
-            task = progress.add_task("training", completed=done, total=total)
-            yield lambda text: progress.update(task, advance=1, description=text)
-    else:
-        steps, printed = itertools.count(done + 1), time.monotonic()
+def progress(step: int, num_steps: int) -> Iterator[Callable[[str], None]]:
+    """Yield a function to call after each step with a text. On rank 0 it shows a bar or, without a terminal, prints
+    lines. `step` is the number of steps that a resumed job has already done."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    is_terminal, last_line = sys.stdout.isatty(), time.monotonic()
+    with Progress(*columns, disable=rank() != 0 or not is_terminal) as bar:
+        task = bar.add_task("training", completed=step, total=num_steps)
 
-        def print_sometimes(text: str) -> None:
-            nonlocal printed
-            step, now = next(steps), time.monotonic()
-            if step == total or now - printed > LINE_EVERY:
-                print(f"{step}/{total}  {text}", flush=True)
-                printed = now
+        def advance(text: str) -> None:
+            nonlocal step, last_line
+            step += 1
+            bar.update(task, completed=step, description=text)
+            now = time.monotonic()
+            if rank() == 0 and not is_terminal and (step == num_steps or now - last_line > SECONDS_BETWEEN_LINES):
+                print(f"{step}/{num_steps}  {text}", flush=True)
+                last_line = now
 
-        yield print_sometimes
-
-
-def print_table(title: str, headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    table = Table(headings[0], *(Column(heading, justify="right") for heading in headings[1:]), title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-
-
-def write(
-    arguments: argparse.Namespace,
-    metrics: dict[str, Any],
-    file: str = "metrics.json",
-    **pictures: Callable[[Any], None],
-) -> None:
-    """Write the metrics as JSON, with their conditions, and the pictures that functions draw on matplotlib figures."""
-    seconds = time.monotonic() - START
-    conditions = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine(),
-        "ranks": world_size(),
-        "seconds": seconds,
-        "settings": {name: str(value) for name, value in vars(arguments).items()},
-    }
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / file).write_text(json.dumps(conditions | metrics, indent=1))
-    for name, draw in pictures.items():
-        from matplotlib import rc_context  # Not every job draws, and a machine for benchmarks may lack matplotlib.
-        from matplotlib.figure import Figure
-
-        with rc_context(STYLE):
-            draw(figure := Figure(layout="constrained"))
-            figure.savefig(arguments.output / f"{name}.png", dpi=120)
-    files = file, *(f"{name}.png" for name in pictures)
-    print(f"{seconds:.0f} s; wrote to {arguments.output}: {', '.join(files)}")
+        yield advance

@@ -1,10 +1,10 @@
-"""A whole data-parallel job with synchronised batch norm: docs/training_script.md describes it.
+"""A data-parallel training script with synchronised batch norm. docs/training_script.md explains the script.
 
     torchrun --standalone --nproc-per-node 2 examples/train.py
 
-It trains and validates on all ranks, writes a checkpoint after each epoch, and resumes from it when it is started
-again. At the end rank 0 alone evaluates the model. The data are random images, so the script runs unchanged: replace
-`load_data` and `build_model` with your own.
+All ranks train and validate. After each epoch rank 0 writes a checkpoint. The script resumes from the checkpoint when
+the script is started again. At the end rank 0 evaluates the model alone. The data are random images, so the script runs
+unchanged: replace `load_data` and `build_model` with your own.
 """
 
 import argparse
@@ -24,7 +24,10 @@ from syncbn.testing import unequal
 
 
 def load_data():
-    """Return training, validation and test data, equal on all ranks: images of ten patterns with noise, and classes."""
+    """Return the training, validation and test data, which must be equal on all ranks.
+
+    An image is one of ten random patterns with noise. The label of the image is the number of the pattern.
+    """
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(10, (1500,), generator=generator)
     patterns = torch.randn(10, 3, 8, 8, generator=generator)
@@ -34,10 +37,16 @@ def load_data():
 
 
 def build_model():
-    """An ordinary model with nn.BatchNorm2d."""
-    first = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
-    second = nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()
-    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(32 * 16, 10))
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 16, 10),
+    )
 
 
 def parallel(model):
@@ -58,30 +67,31 @@ def train_epoch(ddp, optimizer, loader, device):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """Return (right, total), the numbers of images of this rank's loader. Sends nothing: any rank may call it."""
+    """Return the number of correctly classified images of this rank. A rank may call this function alone."""
     model.eval()
-    counts = torch.zeros(2, dtype=torch.long, device=device)
+    num_correct = torch.zeros((), dtype=torch.long, device=device)
     for images, labels in loader:
-        right = model(images.to(device)).argmax(1) == labels.to(device)
-        counts += torch.stack((right.sum(), torch.tensor(len(right), device=device)))
-    return counts
+        num_correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+    return num_correct
 
 
-def save(path, **state):
-    """Rank 0 writes a temporary file and renames it, so that `path` is always complete."""
+def save(path, checkpoint):
+    """Write the checkpoint on rank 0. The file gets its name when it is complete."""
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, unfinished := path.with_name(path.name + ".unfinished"))
+        unfinished = path.with_name(path.name + ".unfinished")
+        torch.save(checkpoint, unfinished)
         unfinished.replace(path)
 
 
 def load(path):
-    """Return the state that `save` wrote, or None if there is no file. Rank 0 reads it and sends it to all ranks."""
-    state = [None]
+    """Read the checkpoint on rank 0 and return it on all ranks. Return None if there is no file."""
+    checkpoint = None
     if dist.get_rank() == 0 and path.exists():
-        state = [torch.load(path, map_location="cpu", weights_only=True)]
-    dist.broadcast_object_list(state, src=0)
-    return state[0]
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    objects = [checkpoint]
+    dist.broadcast_object_list(objects, src=0)
+    return objects[0]
 
 
 def train(arguments, device):
@@ -89,15 +99,16 @@ def train(arguments, device):
     training, validation, test = load_data()
     sampler = DistributedSampler(training, drop_last=True)
     loader = DataLoader(training, arguments.images_per_rank, sampler=sampler, drop_last=True)
-    my_validation = Subset(validation, range(rank, len(validation), world_size))  # each image on one rank
-    validation_loader = DataLoader(my_validation, batch_size=100)
+    local_validation = Subset(validation, range(rank, len(validation), world_size))  # Every image is on one rank.
+    validation_loader = DataLoader(local_validation, batch_size=100)
 
     torch.manual_seed(0)
     model = syncbn.convert_syncbn_model(build_model()).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
     first_epoch = 0
-    if checkpoint := load(arguments.checkpoint):
+    checkpoint = load(arguments.checkpoint)
+    if checkpoint is not None:
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         scheduler.load_state_dict(checkpoint["scheduler"])
@@ -105,22 +116,23 @@ def train(arguments, device):
     ddp = parallel(model)
 
     for epoch in range(first_epoch, arguments.epochs):
-        sampler.set_epoch(epoch)  # shuffles each epoch differently
-        torch.manual_seed(epoch * world_size + rank)  # for dropout and augmentation, also after a restart
+        sampler.set_epoch(epoch)  # Every epoch has another order of the images.
+        torch.manual_seed(epoch * world_size + rank)  # Dropout and augmentation are also the same after a restart.
         train_epoch(ddp, optimizer, loader, device)
         scheduler.step()
         assert not unequal(model.state_dict()), "the ranks have different tensors"
-        counts = evaluate(ddp.module, validation_loader, device)
-        dist.all_reduce(counts)
-        right, total = counts.tolist()
+        num_correct = evaluate(ddp.module, validation_loader, device)
+        dist.all_reduce(num_correct)
         if rank == 0:
-            print(f"epoch {epoch + 1}: {right} of {total} validation images are right")
-        states = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-        save(arguments.checkpoint, epochs=epoch + 1, model=ddp.module.state_dict(), **states)
+            print(f"epoch {epoch + 1}: {num_correct.item()} of {len(validation)} validation images are right")
+        checkpoint = {"epochs": epoch + 1, "model": ddp.module.state_dict()}
+        checkpoint |= {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+        save(arguments.checkpoint, checkpoint)
 
-    if rank == 0:  # through ddp.module, because the forward of ddp may communicate
-        right, total = evaluate(ddp.module, DataLoader(test, batch_size=100), device).tolist()
-        print(f"test: {right} of {total} images are right")
+    if rank == 0:
+        # A forward of ddp may communicate, so rank 0 calls ddp.module.
+        num_correct = evaluate(ddp.module, DataLoader(test, batch_size=100), device)
+        print(f"test: {num_correct.item()} of {len(test)} images are right")
 
 
 def main():
@@ -136,8 +148,8 @@ def main():
     else:
         device, backend = torch.device("cpu"), "gloo"
     dist.init_process_group(backend)
-    train(arguments, device)
-    dist.destroy_process_group()  # `train` has returned, so DistributedDataParallel is gone
+    train(arguments, device)  # DistributedDataParallel must be gone before the process group is destroyed.
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

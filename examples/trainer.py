@@ -1,4 +1,4 @@
-"""Train several copies of a model in lockstep on the same whole batches, and compare their loss curves."""
+"""Train copies of a model in different ways on the same batches, and compare their losses with those of one process."""
 
 import argparse
 import copy
@@ -8,13 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import own, parallel, print_table, sum_over_ranks, world_size, write
+from launch import local_slice, parallel, sum_over_ranks, world_size
+from results import print_table, write
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import syncbn
 
-SMOOTHING = 25  # steps that are averaged for a plotted loss, and for the final loss
+NUM_AVERAGED = 25  # last steps whose losses are averaged for the final loss
 
 Wrap = Callable[[nn.Module], nn.Module]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -23,35 +24,33 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 class Trainer:
     """A model with its optimizer, losses and test results.
 
-    Each rank trains on its slice of the batch, with the model that `wrap` makes parallel. The trainer named
-    "one process" trains on the whole batch, on every rank.
+    The trainer with the name "one process" trains on the whole batch, on every rank. With any other name, each rank
+    trains on its slice of the batch, and `wrap` makes the model parallel.
     """
 
     def __init__(self, name: str, model: nn.Module, optimizer: MakeOptimizer, wrap: Wrap = parallel) -> None:
         self.name, self.module, self.optimizer = name, model, optimizer(model.parameters())
-        self.sliced = name != "one process" and dist.is_initialized()
-        self.model = wrap(model) if self.sliced else model
+        self.is_parallel = name != "one process" and dist.is_initialized()
+        self.model = wrap(model) if self.is_parallel else model
         self.losses: list[float] = []
         self.tests: dict[str, Any] = {}
 
     def step(self, images: Tensor, labels: Tensor, class_weights: Tensor | None = None) -> None:
-        """Train on a whole batch, and append its loss."""
-        num_slices = world_size() if self.sliced else 1
+        """Train on a whole batch, and append the loss to `losses`."""
         total_weight = len(labels) if class_weights is None else class_weights[labels].sum()
-        if self.sliced:
-            images, labels = own(images), own(labels)
-        loss = F.cross_entropy(self.model(images), labels, class_weights, reduction="sum")
-        # DDP averages gradients over ranks. This scale gives the gradient of the whole batch, even with uneven slices.
-        loss = loss * (num_slices / total_weight)
+        if self.is_parallel:
+            images, labels = local_slice(images), local_slice(labels)
+        loss = F.cross_entropy(self.model(images), labels, class_weights, reduction="sum") / total_weight
+        # DDP averages gradients over ranks. The factor gives the gradient of the whole batch, even with uneven slices.
+        factor = world_size() if self.is_parallel else 1
         self.optimizer.zero_grad()
-        loss.backward()
+        (factor * loss).backward()
         self.optimizer.step()
         loss = loss.detach()
-        self.losses.append((sum_over_ranks(loss) / num_slices if self.sliced else loss).item())
+        self.losses.append((sum_over_ranks(loss) if self.is_parallel else loss).item())
 
     def final_loss(self) -> float:
-        """Return the mean loss of the last steps."""
-        return statistics.mean(self.losses[-SMOOTHING:])
+        return statistics.mean(self.losses[-NUM_AVERAGED:])
 
     def state_dict(self) -> dict[str, Any]:
         state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -71,25 +70,26 @@ def three_ways(model: nn.Module, optimizer: MakeOptimizer) -> list[Trainer]:
 
 
 def distance(trainer: Trainer, reference: Trainer) -> float:
-    """Return the largest difference between two loss curves."""
+    """Return the largest difference between the losses of two trainers in the same step."""
     return max(abs(a - b) for a, b in zip(trainer.losses, reference.losses, strict=True))
 
 
 def last_losses(trainers: list[Trainer]) -> str:
-    """Format the last losses for the progress bar."""
+    """Format the last loss of each trainer for the progress bar."""
     return "  ".join(f"{trainer.name} {trainer.losses[-1]:.3f}" for trainer in trainers)
 
 
 def report(
     trainers: list[Trainer], test: str, scores: list[float], batch: str, arguments: argparse.Namespace, **pictures: Any
 ) -> None:
-    """Print the synchronised layers and a table with each way's score in the test, and write the files."""
+    """Print the synchronised layers and a table with the score of each trainer in the test, and write metrics.json and
+    the pictures."""
     print(syncbn.summary(trainers[1].model))
     rows, runs = [], {}
     for trainer, score in zip(trainers, scores, strict=True):
-        far = distance(trainer, trainers[0])
-        rows.append((trainer.name, f"{trainer.final_loss():.4f}", f"{score:.1%}", f"{far:.1e}"))
-        runs[trainer.name] = {"losses": trainer.losses, "distance": far, **trainer.tests}
-    title = f"this run: seed {arguments.seed}, {world_size()} ranks, {batch} a step, {arguments.dtype}"
+        largest = distance(trainer, trainers[0])
+        rows.append((trainer.name, f"{trainer.final_loss():.4f}", f"{score:.1%}", f"{largest:.1e}"))
+        runs[trainer.name] = {"losses": trainer.losses, "distance": largest, **trainer.tests}
+    title = f"this run: seed {arguments.seed}, {world_size()} ranks, {batch} a step, float64"
     print_table(title, ("training", "final loss", test, "largest distance from one process"), rows)
     write(arguments, {"runs": runs}, **pictures)

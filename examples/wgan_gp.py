@@ -1,13 +1,13 @@
 """Train a WGAN-GP on real handwritten digits, with a gradient penalty through synchronised batch norm.
 
-The critic f is trained on -mean f(real) + mean f(fake) + lambda * mean (|df / dx| - 1)^2 at points x between real and
-fake images (Gulrajani et al. 2017, https://arxiv.org/abs/1704.00028). The last term is a gradient inside the loss, so
-its own gradient is a second derivative. The critic has batch norm, so this is a second derivative of the batch over all
-ranks. The first steps are also computed by one process with the whole batch; the largest difference of its critic's
-gradients is printed.
+The loss of the critic f is -mean f(real) + mean f(fake) + lambda * mean (|df / dx| - 1)^2, where x are points between
+real and fake images (Gulrajani et al. 2017, https://arxiv.org/abs/1704.00028). The last term contains a gradient, so
+its own gradient is a second derivative. The critic has batch norm, so the second derivative is that of the whole batch
+over all ranks. In the first steps the job compares the critic's gradients with those of one process that has the whole
+batch, and prints the largest difference.
 
     python examples/wgan_gp.py                                          one process
-    torchrun --standalone --nproc-per-node 2 examples/wgan_gp.py        two ranks: nccl when each has a GPU, else gloo
+    torchrun --standalone --nproc-per-node 2 examples/wgan_gp.py        two ranks, on GPUs (nccl) or CPUs (gloo)
     torchrun --standalone --nproc-per-node 2 examples/wgan_gp.py --steps 10        a few seconds
 
 Writes samples.png (real digits above generated digits) and metrics.json to --output.
@@ -15,13 +15,14 @@ Writes samples.png (real digits above generated digits) and metrics.json to --ou
 
 import argparse
 import copy
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from digits import load_images
-from launch import new_parser, own, parallel, positive, progress_bar, rank, run_on_ranks, world_size, write
+from launch import local_slice, new_parser, parallel, positive, progress, rank, run_on_ranks, world_size
+from results import write
 from torch import Tensor, nn
 
 import syncbn
@@ -29,7 +30,7 @@ import syncbn
 NUM_LATENT = 16  # random numbers per generated digit
 CRITIC_STEPS = 3  # per step of the generator
 PENALTY = 10.0  # lambda
-NUM_COMPARED = 3  # first steps that are compared with one process
+NUM_COMPARED = 3  # steps that are compared with one process
 
 parser = new_parser(__doc__, "wgan_gp")
 add = parser.add_argument
@@ -40,7 +41,7 @@ add("--seed", type=int, default=0, help="of weights, noise and batches")
 
 
 def build_generator() -> nn.Module:
-    """(N, 16) noise -> (N, 1, 8, 8) images in [0, 1]."""
+    """Map noise (N, 16) to images (N, 1, 8, 8) in [0, 1]."""
     return nn.Sequential(
         nn.Linear(NUM_LATENT, 64 * 4, bias=False),
         nn.BatchNorm1d(64 * 4),
@@ -55,7 +56,7 @@ def build_generator() -> nn.Module:
 
 
 def build_critic() -> nn.Module:
-    """(N, 1, 8, 8) images -> (N,) scores."""
+    """Map images (N, 1, 8, 8) to scores (N,)."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 4, 2, padding=1, bias=False),  # (N, 32, 4, 4)
         nn.BatchNorm2d(32),
@@ -69,16 +70,15 @@ def build_critic() -> nn.Module:
 
 
 def scores(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the scores of real, fake and mixed images (N, 1, 8, 8), and the mixed images; `mix` is (N, 1, 1, 1).
+    """Return the scores of real, fake and mixed images (N, 1, 8, 8), and the mixed images. `mix` is (N, 1, 1, 1).
 
-    All images are in one batch, because the penalty must see the same normalisation as the scores.
+    The critic gets all images as one batch, because the penalty must see the same batch statistics as the scores.
     """
     mixed = torch.lerp(real, fake.detach(), mix).requires_grad_()
     return *critic(torch.cat((real, fake, mixed))).chunk(3), mixed
 
 
 def critic_loss(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
-    """Return the critic's loss, with the penalty."""
     real_scores, fake_scores, mixed_scores, mixed = scores(critic, real, fake, mix)
     (slope,) = torch.autograd.grad(mixed_scores.sum(), mixed, create_graph=True)
     penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
@@ -86,15 +86,19 @@ def critic_loss(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> T
 
 
 def distance_from_one_process(critic: nn.Module, ddp: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> float:
-    """Return max |a - b| / max |b| of the critic's gradients: a on W ranks, b on one process with the whole batch."""
+    """Return max |a - b| / max |b| of the critic's gradients: a on all ranks, b on one process with the whole batch.
+
+    `real` and `mix` have the whole batch, `fake` has this rank's slice.
+    """
+    all_fake = fake
     if dist.is_initialized():
-        fakes = [torch.empty_like(fake) for _ in range(world_size())]
-        dist.all_gather(fakes, fake)
-        fake = torch.cat(fakes)
+        slices = [torch.empty_like(fake) for _ in range(world_size())]
+        dist.all_gather(slices, fake)
+        all_fake = torch.cat(slices)
     reference = syncbn.revert_syncbn_model(copy.deepcopy(critic))
-    critic_loss(reference, real, fake, mix).backward()
+    critic_loss(reference, real, all_fake, mix).backward()
     critic.zero_grad()
-    critic_loss(ddp, own(real), own(fake), own(mix)).backward()
+    critic_loss(ddp, local_slice(real), fake, local_slice(mix)).backward()
     pairs = [(a.grad, b.grad) for a, b in zip(critic.parameters(), reference.parameters(), strict=True)]
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
@@ -104,36 +108,38 @@ def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, flo
     torch.manual_seed(arguments.seed)
     source, batch = torch.Generator().manual_seed(arguments.seed), arguments.images_per_rank * world_size()
 
-    def draw(distribution: Callable[..., Tensor], *shape: int) -> Tensor:
-        """Return a random tensor for the whole batch, the same on every rank."""
-        return distribution(batch, *shape, generator=source, dtype=torch.float64).to(images.device)
-
+    # All ranks draw the same whole batches.
     def draw_real() -> Tensor:
         return images[torch.randint(len(images), (batch,), generator=source)]
 
-    def prepare(model: nn.Module) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
-        model = syncbn.convert_syncbn_model(model).to(images.device, torch.float64)
-        return model, parallel(model), torch.optim.Adam(model.parameters(), arguments.learning_rate, betas=(0.5, 0.9))
+    def draw_mix() -> Tensor:
+        return torch.rand(batch, 1, 1, 1, generator=source, dtype=images.dtype).to(images.device)
 
-    generator, generator_ddp, generator_optimizer = prepare(build_generator())
-    critic, critic_ddp, critic_optimizer = prepare(build_critic())
+    def draw_noise() -> Tensor:
+        return torch.randn(batch, NUM_LATENT, generator=source, dtype=images.dtype).to(images.device)
+
+    generator = syncbn.convert_syncbn_model(build_generator()).to(images.device, images.dtype)
+    critic = syncbn.convert_syncbn_model(build_critic()).to(images.device, images.dtype)
+    generator_ddp, critic_ddp = parallel(generator), parallel(critic)
+    adam = functools.partial(torch.optim.Adam, lr=arguments.learning_rate, betas=(0.5, 0.9))
+    generator_optimizer, critic_optimizer = adam(generator.parameters()), adam(critic.parameters())
     distance = 0.0
-    with progress_bar(0, arguments.steps) as advance:
+    with progress(0, arguments.steps) as advance:
         for step in range(arguments.steps):
             for _ in range(CRITIC_STEPS):
-                real, mix, noise = draw_real(), draw(torch.rand, 1, 1, 1), draw(torch.randn, NUM_LATENT)
+                real, mix, noise = draw_real(), draw_mix(), draw_noise()
                 with torch.no_grad():
-                    fake = generator_ddp(own(noise))
+                    fake = generator_ddp(local_slice(noise))
                 if step < NUM_COMPARED:
                     distance = max(distance, distance_from_one_process(critic, critic_ddp, real, fake, mix))
                 critic_optimizer.zero_grad()
-                loss = critic_loss(critic_ddp, own(real), fake, own(mix))
+                loss = critic_loss(critic_ddp, local_slice(real), fake, local_slice(mix))
                 loss.backward()
                 critic_optimizer.step()
             generator_optimizer.zero_grad()
-            fake = generator_ddp(own(draw(torch.randn, NUM_LATENT)))
-            # The critic's gradients are not used here, so it needs no DDP.
-            _, fake_scores, *_ = scores(critic, own(draw_real()), fake, own(draw(torch.rand, 1, 1, 1)))
+            fake = generator_ddp(local_slice(draw_noise()))
+            # The optimizer of the critic does not use these gradients of the critic, so they need no DDP.
+            _, fake_scores, *_ = scores(critic, local_slice(draw_real()), fake, local_slice(draw_mix()))
             (-fake_scores.mean()).backward()
             generator_optimizer.step()
             advance(f"critic's loss {loss.item():.3f}")
@@ -143,8 +149,8 @@ def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, flo
 def draw_samples(figure: Any, real: Tensor, fake: Tensor) -> None:
     figure.set_size_inches(8, 4.4)
     for axes, title, images in zip(figure.subplots(2, 1), ("real", "generated"), (real, fake), strict=True):
-        rows = [torch.cat(list(nn.functional.pad(row, (1, 1, 1, 1))), 1) for row in images.squeeze(1).split(16)]
-        axes.imshow(torch.cat(rows).cpu(), cmap="gray_r")
+        grid = nn.functional.pad(images, (1, 1, 1, 1)).view(4, 16, 10, 10)  # 4 rows of 16 digits, each with a margin
+        axes.imshow(grid.transpose(1, 2).reshape(40, 160).cpu(), cmap="gray_r")
         axes.set_title(title)
         axes.axis("off")
 

@@ -1,9 +1,9 @@
-"""Print the errors of one training step on hard inputs, relative to float64 of the same input.
+"""Print the errors of one training step on inputs that lose digits, relative to float64 of the same input.
 
     python scripts/accuracy.py
 
-Compares syncbn, which sums x and x^2 in float64, with E[x^2] - mean^2 in the input's dtype, which other libraries use,
-and with F.batch_norm.
+Compares three formulas: syncbn, which sums x and x^2 in float64; E[x^2] - mean^2 in the dtype of the input, which other
+libraries use; and F.batch_norm.
 """
 
 import sys

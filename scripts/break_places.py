@@ -3,9 +3,9 @@
     python scripts/break_places.py                  half an hour or more
     python scripts/break_places.py --seed 41        other lines
 
-A seed draws the same mutations until the package changes, so run it before and after a change of the tests. A mutation
-that changes no result is not caught either: judge each one. (cosmic-ray and mutmut mutate no C++, draw no sample, and
-cannot run tests under torchrun.)
+A seed draws the same mutations until the package changes, so run the script before and after a change of the tests.
+Judge each mutation that is not caught: it may change no result. (cosmic-ray and mutmut mutate no C++, draw no sample,
+and cannot run tests under torchrun.)
 """
 
 import argparse
@@ -25,9 +25,11 @@ from run_tests import INTERPRETED, STARTS_PROGRAMS, TORCHRUN, test_file
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_MUTATIONS = 40
-PAIRS = ("== !=", "< <=", "> >=", "+ -", "* /", "and or", "&& ||", "+= -=")
-SWAPS = {a: b for pair in PAIRS for a, b in (pair.split(), reversed(pair.split()))}
-SWAPS |= {"//": "*", "is not": "is", "not in": "in", "is": "is not", "True": "False", "False": "True"}
+SWAPS = {
+    "==": "!=", "!=": "==", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "+": "-", "-": "+", "+=": "-=", "-=": "+=",
+    "*": "/", "/": "*", "//": "*", "and": "or", "or": "and", "&&": "||", "||": "&&", "is": "is not", "is not": "is",
+    "not in": "in", "True": "False", "False": "True",
+}  # fmt: skip
 RULES: list[tuple[str, Callable[[str], str]]] = [  # pattern of a line -> replacement of group 1
     (r"(?<= )(is not|not in|is|and|or|[-+*/<>=!&|]+)(?= )", lambda text: SWAPS.get(text, text)),
     (r"\b(True|False)\b", lambda text: SWAPS[text]),
@@ -36,7 +38,6 @@ RULES: list[tuple[str, Callable[[str], str]]] = [  # pattern of a line -> replac
     (r"^ +([\w.]+\(.*\))$", lambda text: "pass"),  # a call whose result is not used
 ]
 IGNORED = re.compile(r"\s*(@|def |class |import |from |raise |assert |template|static_assert|using |#)")
-TIMEOUT = "--timeout=600", "--timeout-method=thread"  # A test that hangs has failed.
 STARTED = re.compile(r"^tests/\S+::.*?(?= (?:[A-Z]{5,}|Fatal) | *$)", re.MULTILINE)  # name of a test in a log
 
 
@@ -48,17 +49,19 @@ class Mutation(NamedTuple):
 
 
 def mutations(path: Path) -> Iterator[Mutation]:
-    """Yield every mutation of the functions in a file of Python or C++. Lines with a string are left out."""
+    """Yield every mutation of a file of Python or C++, except of lines with a string."""
     rules, comment = (RULES, r"\s+# ") if path.suffix == ".py" else (RULES[:1], r"\s*// ")
-    in_docstring = False
+    is_docstring = False
     for number, old in enumerate(path.read_text().splitlines(), 1):
-        in_docstring ^= old.count('"""') % 2 == 1
+        if old.count('"""') == 1:
+            is_docstring = not is_docstring
         code = re.split(comment, old)[0]
-        if code.startswith(" ") and not (in_docstring or '"' in code or IGNORED.match(code)):
+        if code.startswith(" ") and not (is_docstring or '"' in code or IGNORED.match(code)):
             for pattern, replace in rules:
                 for match in re.finditer(pattern, code):
                     start, end = match.span(1)
-                    if (new := old[:start] + replace(old[start:end]) + old[end:]) != old:
+                    new = old[:start] + replace(old[start:end]) + old[end:]
+                    if new != old:
                         yield Mutation(path.relative_to(ROOT).as_posix(), number, old, new)
 
 
@@ -68,22 +71,21 @@ def draw(seed: int) -> list[Mutation]:
     return random.Random(seed).sample([mutation for path in files for mutation in mutations(path)], NUM_MUTATIONS)
 
 
-def failing_test(tests: list[str], tree: Path) -> str:
-    """Return the first test that fails, crashes or hangs in the tree, "an import" if no test starts, or ""."""
-    command, paths = ["pytest", "-x", "-v", "-p", "no:cacheprovider", *TIMEOUT, *tests], [str(tree)]
+def failing_test(tests: list[str], folder: Path) -> str:
+    """Return the first test that fails, crashes or hangs in the folder, "an import" if no test starts, or ""."""
+    pytest = "pytest -x -v -p no:cacheprovider --timeout=600 --timeout-method=thread"
+    environment = os.environ | {"PYTHONPATH": f"{folder}:tests"}
     if tests[0].startswith("tests/distributed"):
-        command, paths = [*TORCHRUN.split(), "2", "-m", *command, "-p", "voting"], [*paths, "tests"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        pytest = f"{TORCHRUN} 2 -m {pytest} -p voting"
     if "triton" in tests:
         environment["TRITON_INTERPRET"] = "1"
-    run = subprocess.run(
-        [sys.executable, "-m", *command], cwd=tree, env=environment, capture_output=True, text=True, errors="replace"
-    )
+    command = [sys.executable, "-m", *pytest.split(), *tests]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
     return ["an import", *STARTED.findall(run.stdout)][-1] if run.returncode else ""
 
 
 def caught_by(mutation: Mutation, copy: Path) -> str:
-    """Apply the mutation to a copy of the tree and return what notices it. The file's own tests run first."""
+    """Apply the mutation to a copy of the project. Return the first failing test; the tests of the file run first."""
     path = copy / mutation.file
     lines = path.read_text().splitlines()
     lines[mutation.line - 1] = mutation.new
@@ -93,14 +95,15 @@ def caught_by(mutation: Mutation, copy: Path) -> str:
             build(copy, copy / LIBRARY)
         except subprocess.CalledProcessError:
             return "the compiler"
-    programs = {*map(test_file, " ".join(STARTS_PROGRAMS.values()).split())}
-    files = {path.relative_to(copy).as_posix() for path in copy.glob("tests/test_*.py")} - programs
-    first = files & {*map(test_file, (path.stem, path.parent.name))}
+    files = {path.relative_to(copy).as_posix() for path in copy.glob("tests/test_*.py")}
+    files -= {*map(test_file, " ".join(STARTS_PROGRAMS.values()).split())}
+    tests_of_file = files & {test_file(path.stem), test_file(path.parent.name)}
     interpreted = [*map(test_file, INTERPRETED), "-m", "triton"] if "gpu" in path.name else []
-    for tests in interpreted, sorted(first), ["tests/distributed"], sorted(files - first):
-        if tests and (test := failing_test(tests, copy)):
-            if test.startswith("tests/") and failing_test([test], ROOT):
-                sys.exit(f"{test} fails without the mutation, too")
+    for tests in interpreted, sorted(tests_of_file), ["tests/distributed"], sorted(files - tests_of_file):
+        test = failing_test(tests, copy) if tests else ""
+        if test.startswith("tests/") and failing_test([test], ROOT):
+            sys.exit(f"{test} fails without the mutation, too")
+        if test:
             return test
     return "not caught"
 
@@ -113,8 +116,8 @@ def main() -> None:
             copy = Path(folder, "copy")
             shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "runs"))
             test = caught_by(mutation, copy)
-        lines = f"{mutation.file}:{mutation.line}: {test}", mutation.old.strip(), mutation.new.strip()
-        print(f"{number:2}", "\n    ".join(lines), flush=True)
+        print(f"{number:2} {mutation.file}:{mutation.line}: {test}")
+        print(f"    {mutation.old.strip()}\n    {mutation.new.strip()}", flush=True)
 
 
 if __name__ == "__main__":

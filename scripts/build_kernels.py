@@ -1,8 +1,8 @@
 """Build the C++ kernels for CPUs if there is a compiler. pip runs this file, see pyproject.toml.
 
-The build needs neither torch nor Python's headers: the kernels use one symbol of torch, which is linked against a stub.
-So one library serves every Python, and every torch from 2.11. Without a compiler, or on another system than Linux, the
-package contains Python files only.
+The build needs neither torch nor Python's headers. The kernels use one function of torch, and are linked to a stub of
+that function. So one library serves every Python, and every torch from 2.11. Without a compiler, and on systems other
+than Linux, the package has Python files only.
 """
 
 import os
@@ -28,7 +28,7 @@ STUB = 'extern "C" int torch_parallel_for() { return 0; }'
 def build(root: Path, library: Path, flags: list[str] = FLAGS) -> None:
     """Compile the kernels to the file `library`, with CXX, CXXFLAGS and LDFLAGS of the environment.
 
-    **Raises** OSError without a compiler, CalledProcessError if it fails.
+    **Raises** OSError without a compiler, CalledProcessError if the compiler fails.
     """
     compiler = shlex.split(os.environ.get("CXX") or "c++")
     flags = flags + shlex.split(os.environ.get("CXXFLAGS", "")) + SHARED + shlex.split(os.environ.get("LDFLAGS", ""))
@@ -39,26 +39,26 @@ def build(root: Path, library: Path, flags: list[str] = FLAGS) -> None:
         subprocess.run([*compiler, "-shared", "-fPIC", stub, *names], check=True)
         source = [root / SOURCE, "-o", f"{folder}/built.so", f"-L{folder}", "-ltorch_cpu"]
         subprocess.run([*compiler, *flags, *source], check=True)
-        # It is in the same folder, so that the library is replaced atomically.
+        # A file in the same folder replaces the library atomically.
         unfinished = library.with_suffix(".unfinished")
         shutil.copy(f"{folder}/built.so", unfinished)
     unfinished.replace(library)
 
 
 class KernelsHook(BuildHookInterface[Any]):
-    """Adds the library to a wheel, and tags the wheel for this platform."""
+    """Adds the library to the wheel, and tags the wheel for this platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build the library in the source tree. hatchling calls this before it makes a wheel or an editable install."""
+        """Build the library in the source tree, before hatchling makes a wheel or an editable install."""
         root = Path(self.root)
-        if version == "editable":  # A folder with the package only, so that `import tests` fails.
+        if version == "editable":  # The folder on the path has only the package, so `import tests` fails.
             link = root / EDITABLE
             link.parent.mkdir(parents=True, exist_ok=True)
             if not link.is_symlink():
                 link.symlink_to(Path("..", "..", "syncbn"), target_is_directory=True)
         try:
             if not sys.platform.startswith("linux"):
-                raise OSError(f"there are none for {sys.platform}")
+                raise OSError(f"they are for Linux, not for {sys.platform}")
             build(root, root / LIBRARY, [*FLAGS, "-Wl,--strip-all"])
         except (OSError, subprocess.CalledProcessError) as error:
             self.app.display_warning(f"syncbn is built without its kernels for CPUs: {error}")

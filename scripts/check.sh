@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Format, lint and types.
+# Check format, lint and types.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment check

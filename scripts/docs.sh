@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build the guides of docs/ and the API, from the docstrings, in runs/docs/index.html. A warning is an error, and so is a
-# broken link between pages. Uses the active virtual environment if it has torch, else .venv.
+# Build runs/docs/index.html from the guides in docs/ and the docstrings. Warnings are errors, also about a broken link
+# between pages. Uses the active virtual environment if it has torch, otherwise .venv.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [[ -n "${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" ]] && python -c 'import torch' 2>/dev/null; then

@@ -1,8 +1,9 @@
-# Sourced by the other scripts. `prepare_environment EXTRA...` puts a Python first on PATH that has syncbn with these extras of
-# pyproject.toml: that of .venv, made on first use, or the current interpreter if it has torch and pip reaches no index.
+# The other scripts source this file. `prepare_environment EXTRA...` puts the Python of .venv first on PATH, which has syncbn
+# with these extras of pyproject.toml. The first call makes .venv. If pip reaches no index and python3 has torch, `python` is
+# python3, without the extras.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # Ranks share the cores.
 
 prepare_environment() {
     local extra wanted
@@ -18,7 +19,7 @@ prepare_environment() {
         python3 -m venv .venv
     fi
     export PATH="$PWD/.venv/bin:$PATH"
-    # .venv/prepared lists the installations: the checksum, and a line for each extra.
+    # The first line of .venv/prepared is the checksum of the installed files. Each other line is an installed extra.
     if [[ "$(head -n 1 .venv/prepared 2>/dev/null)" != "$wanted" ]]; then
         install_pinned hatchling
         install_pinned --no-build-isolation --editable .
@@ -31,8 +32,8 @@ prepare_environment() {
     done
 }
 
-# Triton runs the GPU kernels on CPUs too, for tests; 0.6 GB. The constraints leave it out, because a torch for GPUs brings its
-# own version. (The interpreter of Triton 3.6 needs a numpy before 2.4.)
+# Install Triton (0.6 GB), whose interpreter runs the GPU kernels on CPUs in tests. constraints.txt leaves out Triton, because a
+# torch for GPUs brings its own version. (The interpreter of Triton 3.6 needs a numpy before 2.4.)
 prepare_triton() {
     [[ ! -x .venv/bin/pip ]] || python -c 'import triton' 2>/dev/null || install_pinned --no-deps triton==3.6.0
 }

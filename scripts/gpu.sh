@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run everything that needs a GPU, in at most 540 s. The arguments go to scripts/gpu_run.py. Needs no network if python3 has
-# torch, triton and pytest; a part that needs more is skipped. Without a GPU: scripts/gpu.sh --dry-run
+# Run everything that needs a GPU, in at most 540 s. Arguments go to scripts/gpu_run.py. If python3 has torch, triton and pytest,
+# no network is needed, and parts that need other packages are skipped. Without a GPU, try scripts/gpu.sh --dry-run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 [[ ! " $* " =~ " "(-h|--help)" " ]] || exec python3 scripts/gpu_run.py --help

@@ -1,11 +1,11 @@
-"""Read the machine code of the Triton kernels, without a GPU: registers, loads, float64 work.
+"""Count registers, loads and float64 instructions in the machine code of the Triton kernels. Needs no GPU.
 
-    python scripts/gpu_static.py                            the table of sm_90; a minute or two
+    python scripts/gpu_static.py                            tables of sm_90; a minute or two
     python scripts/gpu_static.py --capability 86 --shapes 32x512x14x14
 
 Calls the kernels of syncbn/kernels/gpu.py on meta tensors, with a Triton driver that compiles for the chosen GPU and
-launches nothing. One launch of each function covers the whole tensor. `Code` describes the columns of the tables. Last
-is the number of programs that fit on a multiprocessor. Measured times are in docs/gpu.md.
+launches nothing. The tables are about the launch of each function that covers the whole tensor. `Code` describes the
+columns; the last column is the number of programs that fit on a multiprocessor. Measured times are in docs/gpu.md.
 """
 
 import argparse
@@ -34,10 +34,8 @@ from triton.runtime.cache import get_cache_manager
 import syncbn.kernels
 
 SHAPES = ["32x64x112x112", "32x256x56x56", "32x512x14x14", "32x2048x7x7", "8x64x512x512"]
-
-
-# Compute capability -> multiprocessors, and a multiprocessor's limits from CUDA's programming guide: bytes of shared
-# memory, warps, programs.
+# Compute capability -> number of multiprocessors; limits of a multiprocessor from CUDA's programming guide: bytes of
+# shared memory, warps, programs.
 MACHINES = {
     80: (108, 164 << 10, 64, 32),  # A100
     86: (82, 100 << 10, 48, 16),  # RTX 3090
@@ -47,7 +45,7 @@ MACHINES = {
 
 
 class Launch(NamedTuple):
-    """The arguments of a launch, and the compiled kernel."""
+    """A compiled kernel, and the arguments of its launch."""
 
     metadata: Any
     binary: bytes
@@ -59,12 +57,12 @@ class Launch(NamedTuple):
 
 
 def stand_in_driver(capability: int, launch: Callable[..., None]) -> SimpleNamespace:
-    """Return a Triton driver for a GPU of this capability that calls `launch(source, metadata, *launch_arguments)`. The
-    compiled binary stands in for the loaded function."""
+    """Return a Triton driver for a GPU of this capability, which calls `launch(source, metadata, *launch_arguments)` in
+    place of a launch. The compiled binary stands in for the function that a real driver loads."""
     return SimpleNamespace(
         utils=SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
-            # The result is the module, function, registers, spills and threads.
+            # The result of a real driver is the module, function, registers, spills and threads.
             load_binary=lambda name, binary, *_: (1, binary, 32, 0, 1024),
             unload_module=lambda module: None,
         ),
@@ -77,13 +75,14 @@ def stand_in_driver(capability: int, launch: Callable[..., None]) -> SimpleNames
 
 @functools.cache
 def _recorder(capability: int) -> tuple[ModuleType, list[Launch], SimpleNamespace]:
+    """Return a copy of the module of the kernels, a list of launches, and the driver that adds launches to the list."""
     launches: list[Launch] = []
 
     def launch(source: Any, metadata: Any, x: int, y: int, z: int, stream: object, binary: bytes, *others: Any) -> None:
-        arguments = dict(zip(source.fn.arg_names, others[4:], strict=False))  # The first four are hooks.
+        arguments = dict(zip(source.fn.arg_names, others[4:], strict=False))  # Arguments 0 to 3 are hooks.
         launches.append(Launch(metadata, binary, arguments))
 
-    # Each capability has its own copy of the modules, because they cache compiled kernels.
+    # Every capability has its own copy of the modules, because the modules cache compiled kernels.
     with mock.patch.dict(sys.modules), mock.patch.dict(vars(syncbn.kernels)):
         for name in [name for name in sys.modules if name.startswith("syncbn.kernels.gpu")]:
             del sys.modules[name]
@@ -96,7 +95,7 @@ def _recorder(capability: int) -> tuple[ModuleType, list[Launch], SimpleNamespac
 
 @contextlib.contextmanager
 def recorded(capability: int) -> Iterator[tuple[ModuleType, list[Launch]]]:
-    """Yield the module of the kernels for a GPU of this capability, and the list to which its launches are added."""
+    """Yield the module of the kernels for a GPU of this capability, and the list of its launches."""
     kernels, launches, driver = _recorder(capability)
     launches.clear()
     triton.runtime.driver.set_active(driver)
@@ -107,39 +106,40 @@ def recorded(capability: int) -> Iterator[tuple[ModuleType, list[Launch]]]:
 
 
 class Code(NamedTuple):
-    """Counts per thread in the innermost loop that loads, or in the whole code if no loop loads; and resources."""
+    """Resources of a kernel, and counts per thread in the innermost loop that has loads, or in the whole kernel if no
+    loop has loads."""
 
     registers: int
-    spills: int  # loads and stores of spilled registers
+    spills: int  # loads and stores of spilled registers in the whole kernel
     shared: int  # bytes
-    instructions: int
+    instructions: int  # This field and those below are counts in the loop.
     float64: int  # float64 instructions, without conversions
     conversions: int  # conversions to and from float64
     bytes: int  # loaded and stored
     widest_load: int  # bytes
 
 
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")  # address, text
 FLOAT64, CONVERSION = re.compile(r"\bD(ADD|MUL|FMA|SETP|MNMX)\b"), re.compile(r"\b(F2F|I2F|F2I)\S*F64")
-WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}  # suffix -> bytes; the default is 4
+WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}  # suffix -> bytes; without a suffix 4 bytes
 
 
 def read(launch: Launch) -> Code:
-    """Disassemble the kernel and count."""
+    """Disassemble the kernel and count its instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(launch.binary)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", "--dump-resource-usage", file.name]
         listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    instructions = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", listing)}
+    instructions = {int(address, 16): text for address, text in INSTRUCTION.findall(listing)}
     loop = list(instructions.values())
     for end, instruction in instructions.items():
-        if branch := re.search(r"\bBRA\b.* 0x([0-9a-f]+)", instruction):
-            body = [text for at, text in instructions.items() if int(branch[1], 16) <= at <= end]
+        for start in re.findall(r"\bBRA\b.* 0x([0-9a-f]+)", instruction):
+            body = [text for address, text in instructions.items() if int(start, 16) <= address <= end]
             if any("LDG" in text for text in body) and len(body) < len(loop):
                 loop = body
-    (registers,) = re.findall(r"REG:(\d+)", listing)
     return Code(
-        registers=int(registers),
+        registers=int(re.findall(r"REG:(\d+)", listing)[0]),
         spills=sum("LDL" in text or "STL" in text for text in instructions.values()),
         shared=launch.metadata.shared,
         instructions=len(loop),
@@ -153,7 +153,10 @@ def read(launch: Launch) -> Code:
 def _bytes(instruction: str, opcode: str) -> int:
     """Return the number of bytes that an instruction with this opcode moves, else 0."""
     suffixes = re.search(rf"{opcode}\.(\S+)", instruction)
-    return 0 if suffixes is None else next((WIDTHS[s] for s in suffixes[1].split(".") if s in WIDTHS), 4)
+    if suffixes is None:
+        return 0
+    widths = [WIDTHS[suffix] for suffix in suffixes[1].split(".") if suffix in WIDTHS]
+    return widths[0] if widths else 4
 
 
 def programs_at_once(capability: int, launch: Launch, code: Code) -> int:
@@ -165,12 +168,12 @@ def programs_at_once(capability: int, launch: Launch, code: Code) -> int:
 
 
 def table(capability: int, shapes: list[str], dtypes: list[str]) -> Iterator[tuple[Case, str, Code, int]]:
-    """Yield each case and function with the code of its launch over the whole tensor, and its programs at once."""
+    """Yield case, function, the code of the function's launch that covers the whole tensor, and programs at once."""
     for case in cases(shapes, dtypes):
         for function in FUNCTIONS:
             with recorded(capability) as (kernels, launches):
                 kernel_calls(case, torch.device("meta"), kernels)[function][0]()
-            (launch,) = [launch for launch in launches if "TILES" in launch.arguments]  # covers the whole tensor
+            (launch,) = [launch for launch in launches if "TILES" in launch.arguments]
             code = read(launch)
             yield case, function, code, programs_at_once(capability, launch, code)
 

@@ -3,10 +3,9 @@
     scripts/libraries.sh                    installs the libraries, and trains all models
     scripts/libraries.sh monai timm         trains the models of these libraries
 
-Prints the lines of the table in docs/works_with.md. A model matches if every loss, output, gradient, parameter and
-buffer differs by at most 1e-9 of the largest value of its kind, in float64. The exit status is 1 if a model does not
-match. For Opacus, the script runs the code block of docs/works_with.md and checks that Opacus then refuses converted
-layers.
+Prints the rows of the table in docs/works_with.md. A model matches if each loss, output, gradient, parameter and buffer
+differs by at most 1e-9 of its largest value, in float64. The exit status is 1 if a model does not match. For Opacus the
+script runs the code block of docs/works_with.md, and checks that Opacus then refuses converted layers.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 import syncbn
 from syncbn.testing import TOLERANCES, differences, local_layers
 
-SAMPLES = 5  # 3 and 2 on two ranks
+SAMPLES = 5  # Two ranks have 3 and 2 samples.
 IMAGES = (SAMPLES, 3, 64, 64)
 Case = tuple[str, Callable[[], nn.Module], tuple[int, ...]]  # name, function that builds the model, shape of its input
 
@@ -54,7 +53,8 @@ def segmentation_models_pytorch() -> Iterator[Case]:
 def monai() -> Iterator[Case]:
     from monai.networks import nets
 
-    flat, deep = ({"spatial_dims": dims, "in_channels": 1, "out_channels": 2} for dims in (2, 3))
+    flat = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}
+    deep = flat | {"spatial_dims": 3}
     image, volume = (SAMPLES, 1, 32, 32), (SAMPLES, 1, 16, 16, 16)
     few = {"channels": (4, 8, 16), "strides": (2, 2)}
     features = {"features": (4, 4, 8, 8, 16, 4), "norm": "batch"}
@@ -79,9 +79,10 @@ def monai() -> Iterator[Case]:
 def ultralytics() -> Iterator[Case]:
     from ultralytics.nn import tasks
 
-    models = {"-seg": tasks.SegmentationModel, "-cls": tasks.ClassificationModel}  # the others detect
-    for name in ("yolov5n", "yolov8n", "yolo11n", "yolo11n-seg", "yolo11n-cls"):
-        yield name, partial(models.get(name[-4:], tasks.DetectionModel), f"{name}.yaml", nc=2, verbose=False), IMAGES
+    detection, segmentation, classes = tasks.DetectionModel, tasks.SegmentationModel, tasks.ClassificationModel
+    models = {"yolov5n": detection, "yolov8n": detection, "yolo11n": detection}
+    for name, model in (models | {"yolo11n-seg": segmentation, "yolo11n-cls": classes}).items():
+        yield name, partial(model, f"{name}.yaml", nc=2, verbose=False), IMAGES
 
 
 def lightly() -> Iterator[Case]:
@@ -95,9 +96,9 @@ def lightly() -> Iterator[Case]:
 def torch_geometric() -> Iterator[Case]:
     import torch_geometric.nn as pyg
 
-    graphs = (SAMPLES, 6, 8)  # each graph has 6 nodes with 8 features
     for name in ("GCN", "GraphSAGE", "GIN", "GAT", "EdgeCNN"):
-        yield name, lambda name=name: Rings(getattr(pyg, name)(8, 16, 2, norm="batch_norm")), graphs
+        build = partial(getattr(pyg, name), 8, 16, 2, norm="batch_norm")
+        yield name, lambda build=build: Rings(build()), (SAMPLES, 6, 8)  # graphs, nodes, features
     yield "MLP", partial(pyg.MLP, [8, 16, 16, 4]), (9, 8)
 
 
@@ -109,21 +110,19 @@ def transformers() -> Iterator[Case]:
     series = {"num_input_channels": 2, "context_length": 32, "patch_length": 4, "patch_stride": 4, "d_model": 16}
     heads = {"num_attention_heads": 2, "num_hidden_layers": 2, "ffn_dim": 16, "norm_type": "batchnorm"}
     segformer = {"depths": [1] * 4, "hidden_sizes": [8] * 4, "num_attention_heads": [1] * 4, "decoder_hidden_size": 16}
-    for name, suffix, options, shape in (
-        ("ResNet", "Model", small, IMAGES),
-        ("RegNet", "Model", {"groups_width": 8, **small}, IMAGES),
-        ("MobileNetV1", "Model", {"depth_multiplier": 0.25}, IMAGES),
-        ("MobileViT", "Model", {"hidden_sizes": [16, 24, 32], "image_size": 64}, IMAGES),
-        ("SwiftFormer", "Model", swift, IMAGES),
-        ("Segformer", "ForSemanticSegmentation", {"drop_path_rate": 0.0, **segformer}, IMAGES),
-        ("PatchTST", "Model", {**series, **heads}, (SAMPLES, 32, 2)),
-    ):
-        config = getattr(hf, f"{name}Config")(**options)
-        yield f"{name}{suffix}", partial(getattr(hf, f"{name}{suffix}"), config), shape
+    yield "ResNetModel", partial(hf.ResNetModel, hf.ResNetConfig(**small)), IMAGES
+    yield "RegNetModel", partial(hf.RegNetModel, hf.RegNetConfig(groups_width=8, **small)), IMAGES
+    yield "MobileNetV1Model", partial(hf.MobileNetV1Model, hf.MobileNetV1Config(depth_multiplier=0.25)), IMAGES
+    mobile_vit = hf.MobileViTConfig(hidden_sizes=[16, 24, 32], image_size=64)
+    yield "MobileViTModel", partial(hf.MobileViTModel, mobile_vit), IMAGES
+    yield "SwiftFormerModel", partial(hf.SwiftFormerModel, hf.SwiftFormerConfig(**swift)), IMAGES
+    config = hf.SegformerConfig(drop_path_rate=0.0, **segformer)
+    yield "SegformerForSemanticSegmentation", partial(hf.SegformerForSemanticSegmentation, config), IMAGES
+    yield "PatchTSTModel", partial(hf.PatchTSTModel, hf.PatchTSTConfig(**series, **heads)), (SAMPLES, 32, 2)
 
 
 class Rings(nn.Sequential):
-    """A graph network on N rings of nodes: (N, nodes, features) -> (N, nodes, features)."""
+    """A graph network on N graphs, (N, nodes, features), in each of which the nodes form a ring."""
 
     def forward(self, x: Tensor) -> Tensor:
         num_graphs, num_nodes, _ = x.shape
@@ -134,7 +133,7 @@ class Rings(nn.Sequential):
 
 
 class MetaTensors(nn.Sequential):
-    """A network on the MetaTensor that MONAI's DataLoader makes of the samples."""
+    """A network whose input is the MetaTensor that MONAI's DataLoader makes of the samples."""
 
     def forward(self, x: Tensor) -> Tensor:
         from monai.data import DataLoader, MetaTensor
@@ -152,7 +151,7 @@ LIBRARIES = {function.__name__.replace("_", "-"): function for function in FUNCT
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the sum over all output tensors of a mean that is not constant after a batch norm."""
+    """Return a loss of all output tensors. (The plain mean would be constant after a batch norm.)"""
     if isinstance(output, Tensor):
         return F.softplus(output).mean()
     parts = output.values() if isinstance(output, Mapping) else output
@@ -160,24 +159,24 @@ def loss_of(output: Any) -> Tensor:
 
 
 def try_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[int, float]:
-    """Convert and train a model on a batch of this shape. Return the number of its synchronised layers, and its largest
+    """Convert and train a model on a batch of this shape. Return the number of synchronised layers, and the largest
     relative difference from one process."""
     torch.manual_seed(0)
     model, x = build().double().train(), torch.randn(shape, dtype=torch.float64)
-    trial = copy.deepcopy(model)
-    loss_of(trial(x)).backward()
-    for parameter, tried in zip(model.parameters(), trial.parameters(), strict=True):
-        parameter.requires_grad_(tried.grad is not None)  # DDP waits for the gradients of all such parameters.
+    copied = copy.deepcopy(model)
+    loss_of(copied(x)).backward()
+    for parameter, parameter_of_copy in zip(model.parameters(), copied.parameters(), strict=True):
+        parameter.requires_grad_(parameter_of_copy.grad is not None)  # DDP would wait for a gradient of each parameter.
     syncbn.convert_syncbn_model(model)
-    if local := local_layers(model):
-        raise RuntimeError(f"not synchronised: {', '.join(local)}")
+    if local_layers(model):
+        raise RuntimeError(f"not synchronised: {', '.join(local_layers(model))}")
     errors, trained = differences(model, (x,), loss_of)
     num_layers = sum(isinstance(module, syncbn.SyncBatchNorm) for module in trained.modules())
     return num_layers, max(error.relative for error in errors)
 
 
 def try_opacus() -> None:
-    """Raise RuntimeError unless the page's code block makes Opacus refuse converted layers."""
+    """Raise RuntimeError unless Opacus refuses converted layers after the code block of docs/works_with.md."""
     from opacus.validators import ModuleValidator
 
     page = Path(__file__).parent.parent / "docs" / "works_with.md"
@@ -194,10 +193,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [*LIBRARIES, "opacus"]
     parser.add_argument("libraries", nargs="*", default=known, help=f"(default: {' '.join(known)})")
-    warnings.simplefilter("ignore")  # Layers that are not converted raise an error here.
+    warnings.simplefilter("ignore")  # The libraries warn. The script raises an error for layers that stay local.
     try:
         __import__("torchvision")
-    except RuntimeError:  # torchvision for GPUs fails with torch for CPUs, unless two operators have a definition.
+    except RuntimeError:  # torchvision for GPUs needs definitions of two operators if torch is for CPUs.
         for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
     dist.init_process_group("gloo")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run scripts/test.sh --quick, and the tests that compile, with several versions of torch and Python, each in a clone of the
-# last commit. Prints which versions cannot be installed. Downloads gigabytes. Arguments: versions of torch.
+# last commit. Reports versions that cannot be installed. Downloads gigabytes. Arguments are versions of torch.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ $# -gt 0 ]] || set -- 2.11.0 2.13.0 2.15.0

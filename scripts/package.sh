@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build the sdist and the wheel of the last commit in runs/dist. Then install the package in all ways, with a C++ compiler and
-# without, in an environment that has torch, run tests/test_tiny.py there, and print a table. Takes some minutes.
+# Build the sdist and the wheel of the last commit in runs/dist. Then install the package in six ways, with and without a C++
+# compiler, in an environment with torch. After each installation run tests/test_tiny.py. Prints a table; takes minutes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment test
@@ -27,7 +27,7 @@ python3 -m venv "$folder/user"
 install_for_user --constraint scripts/constraints.txt torch pytest numpy
 cp tests/{conftest,test_tiny,trained_as_one}.py "$folder"
 sdist=$(echo runs/dist/*.tar.gz) wheel=$(echo runs/dist/*manylinux*.whl)
-try() { # WAY COMMAND...: a line of the table with a compiler, and one without
+try() { # try WAY COMMAND... installs by the command, and adds two lines to the table: with a compiler and without.
     for compiler in c++ false; do
         start=$SECONDS
         CXX=$compiler "${@:2}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the tests of the C++ kernels with GCC's AddressSanitizer and UndefinedBehaviorSanitizer, and with inputs of more than 2^31
-# elements: some minutes and 16 GB. Arguments go to pytest.
+# Run the tests of the C++ kernels under GCC's AddressSanitizer and UndefinedBehaviorSanitizer, also with inputs of more than
+# 2^31 elements. Takes minutes and 16 GB. Arguments go to pytest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment test
@@ -13,7 +13,7 @@ CXX=g++ CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -f
     python -c 'import sys; sys.path.insert(0, "scripts"); import build_kernels; from pathlib import Path
 build_kernels.build(Path(), Path(sys.argv[1]) / build_kernels.LIBRARY)' "$folder"
 
-# Python itself is not sanitized, so preload the libraries, and do not look for leaks.
+# Python itself is built without the sanitizers, so preload their libraries, and do not look for leaks.
 preloaded="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)"
 export PYTHONPATH="$folder" ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=print_stacktrace=1
 LD_PRELOAD="$preloaded" python -P -c '

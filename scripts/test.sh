@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Run all tests in parts, with scripts/run_tests.py; with --quick as the first argument the most important tests, with --nightly
-# the tests of the scripts, the guides and the tests themselves. Other arguments go to pytest, as in: scripts/test.sh -k mask
+# Run all tests by scripts/run_tests.py, the most important tests (--quick), or the tests of the scripts and of the plugin voting,
+# and all tests on 4 ranks (--nightly). Other arguments go to pytest: scripts/test.sh -k mask
 set -euo pipefail
-echo "All tests take about 10 minutes on two cores, the essential ones (--quick) 2; what is not installed is installed first."
+echo "On two cores all tests take about 10 minutes, with --quick 2. Missing packages are installed first."
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment test
-[[ ${1-} == --quick ]] || prepare_triton || echo "Triton cannot be had here: its tests are skipped"
+[[ ${1-} == --quick ]] || prepare_triton || echo "Triton cannot be installed, so its tests are skipped"
 exec python3 scripts/run_tests.py "$@"

@@ -1,12 +1,12 @@
 """Train segmentation.py from several seeds, with one image per rank.
 
-    one process         the whole batch on one process, nn.BatchNorm2d
+    one process         nn.BatchNorm2d on the whole batch
     syncbn              synchronised batch norm; each rank has its slice of the batch
-    local               nn.BatchNorm2d: every rank normalises its slice alone
+    local               nn.BatchNorm2d: each rank normalises its slice alone
     local, recomputed   the same model with statistics that are recomputed on training scenes of all ranks
 
-Two claims are measured separately for every seed. W ranks equal one process: the distance between the loss curves.
-Synchronisation matters if a rank has one image: the mean IoU.
+Two claims are measured for each seed. The first is that W ranks equal one process: the distance between the loss
+curves. The second is that synchronisation matters if a rank has one image: the mean IoU.
 
     torchrun --standalone --nproc-per-node 2 examples/evidence/segmentation_seeds.py --output examples/evidence
     torchrun --standalone --nproc-per-node 2 examples/evidence/segmentation_seeds.py --seeds 2 --steps 20 --width 4
@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
-from launch import positive, rank, run_on_ranks, write
-from plots import LOOKS, mean_and_spread
-from segmentation import OVER_SEEDS, draw_predictions, new_parser, print_over_seeds, train
+from launch import positive, rank, run_on_ranks
+from results import LOOKS, mean_and_spread, write
+from segmentation import STORED_RESULTS, draw_predictions, new_parser, print_stored_results, train
 from trainer import distance
 
 parser = new_parser(__doc__, "segmentation_seeds")
-parser.add_argument("--seeds", type=positive, default=6, help="0, 1, ...: of weights and scenes")
+parser.add_argument("--seeds", type=positive, default=6, help="number of seeds, from 0, of weights and scenes")
 
 
 def draw_claims(figure: Any, ways: dict[str, list[dict[str, float]]]) -> None:
@@ -39,15 +39,13 @@ def draw_claims(figure: Any, ways: dict[str, list[dict[str, float]]]) -> None:
     scores, distances = figure.subplots(1, 2)
     percents = {way: [100 * seed["mean_iou"] for seed in seeds] for way, seeds in ways.items()}
     percents["local, recomputed"] = [100 * seed["mean_iou_recomputed"] for seed in ways["local"]]
-    for seed in zip(*percents.values(), strict=True):
-        scores.plot(seed, ".-", color="#999999", linewidth=0.7, markersize=5)
-    for place, (way, values) in enumerate(percents.items()):
+    for percents_of_seed in zip(*percents.values(), strict=True):
+        scores.plot(percents_of_seed, ".-", color="#999999", linewidth=0.7, markersize=5)
+    for x, (way, values) in enumerate(percents.items()):
         mean, spread = mean_and_spread(values)
         color, marker = LOOKS[way]
-        scores.errorbar(place, mean, spread, color=color, marker=marker, markersize=8, capsize=4, zorder=3)
+        scores.errorbar(x, mean, spread, color=color, marker=marker, markersize=8, capsize=4, zorder=3)
     scores.set_xticks(range(len(percents)), [way.replace(", ", ",\n") for way in percents])
-    for label, way in zip(scores.get_xticklabels(), percents, strict=True):
-        label.set_color(LOOKS[way][0])
     scores.grid(visible=False, axis="x")
     scores.set(title="One image a rank: does it matter?", ylabel="mean IoU on test scenes (%)", ylim=(0, None))
     seeds = range(len(ways["syncbn"]))
@@ -67,15 +65,15 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     for seed in range(arguments.seeds):
         trainers, images, labels = train(arguments, seed, device)
         for trainer in trainers:
-            result = {"final loss": trainer.final_loss(), "largest distance": distance(trainer, trainers[0])}
-            result |= {name: value for name, value in trainer.tests.items() if name.startswith("mean")}
-            ways.setdefault(trainer.name, []).append(result)
+            results = {"final loss": trainer.final_loss(), "largest distance": distance(trainer, trainers[0])}
+            results |= {name: value for name, value in trainer.tests.items() if name != "ious"}
+            ways.setdefault(trainer.name, []).append(results)
         if seed == 0:
-            scenes = functools.partial(draw_predictions, trainers=trainers, images=images, labels=labels)
+            draw_scenes = functools.partial(draw_predictions, trainers=trainers, images=images, labels=labels)
     if rank() == 0:
-        pictures = {"segmentation_seeds": lambda figure: draw_claims(figure, ways), "segmentation_scenes": scenes}
-        write(arguments, {"ways": ways}, OVER_SEEDS.name, **pictures)
-        print_over_seeds(arguments.output / OVER_SEEDS.name)
+        pictures = {"segmentation_seeds": functools.partial(draw_claims, ways=ways), "segmentation_scenes": draw_scenes}
+        write(arguments, {"ways": ways}, STORED_RESULTS.name, **pictures)
+        print_stored_results(arguments.output / STORED_RESULTS.name)
 
 
 if __name__ == "__main__":

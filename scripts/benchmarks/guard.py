@@ -3,10 +3,10 @@
     python scripts/bench.py guard             with the fastest commit, the last of scripts/kernels_baseline.csv
     python scripts/bench.py guard main --shapes 32x64x56x56 --dtypes float32
 
-Both are built in temporary folders, each as its commit builds them. Two processes then take turns with steps of the
-same batch norm, so that other load slows both. Each round gives a ratio of times, and the median of the ratios counts.
-A case beyond LIMIT is measured again in new processes, because a process may get slow memory. The exit status is 1 if a
-case is beyond LIMIT in all ATTEMPTS.
+Each commit builds its kernels in a temporary folder, by its own build script. Two processes take turns with steps of
+the same batch norm, so that other load slows both processes. The result is the median over the rounds of the ratio of
+their times. A case with a ratio above LIMIT is measured again in new processes, because a process may get slow memory.
+The exit status is 1 if a case is above LIMIT in all ATTEMPTS.
 """
 
 import argparse
@@ -26,13 +26,13 @@ import torch
 from benchmarks.measuring import Case, cases, draw, interleave, median_and_spread, session, show, time_step
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPES = ["32x64x56x56", "64x512x7x7", "2048x1024"]  # 6 to 26 MB of float32, which hide Python's time
-LIMIT = 1.15  # this tree's time / the other commit's
+SHAPES = ["32x64x56x56", "64x512x7x7", "2048x1024"]  # 6 to 26 MB of float32, so that Python's time is a small part
+LIMIT = 1.15  # this tree's time / the other commit's time
 ATTEMPTS = 3
-PARTS = "syncbn", "scripts"  # folders of a commit that its build needs
+FOLDERS = "syncbn", "scripts"  # what the build of a commit needs
 BUILD = "import build_kernels, pathlib; build_kernels.build(pathlib.Path(), build_kernels.LIBRARY)"
 # Without these settings of glibc, page faults take longer than the kernels.
-KEEP_FREED_MEMORY = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "4294967296")
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,26 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(folder: Path, ref: str | None = None) -> None:
-    """Build the kernels of a commit, or of this tree with its uncommitted changes, in a folder."""
+    """Build the kernels of a commit in a folder, or of this tree with its uncommitted changes if `ref` is None."""
     if ref is None:
-        for part in PARTS:
-            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        for name in FOLDERS:
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     else:
         archive = folder.with_suffix(".tar")
-        if subprocess.run(["git", "archive", f"--output={archive}", ref, *PARTS], cwd=ROOT, check=False).returncode:
-            raise SystemExit(f"git has no {ref} to compare with")
+        subprocess.run(["git", "archive", f"--output={archive}", ref, *FOLDERS], cwd=ROOT, check=True)
         shutil.unpack_archive(archive, folder, filter="data")
     environment = os.environ | {"PYTHONPATH": str(folder / "scripts")}
     subprocess.run([sys.executable, "-c", BUILD], cwd=folder, env=environment, check=True)
 
 
-def worker(folder: Path, threads: int) -> ProcessPoolExecutor:
-    """Return a process that imports the syncbn of this folder when it starts."""
-    os.environ.update(KEEP_FREED_MEMORY)
-    return ProcessPoolExecutor(1, get_context("spawn"), import_syncbn, (folder, threads))
-
-
 def import_syncbn(folder: Path, threads: int) -> None:
+    """Import the syncbn of this folder, in a new process."""
     sys.path.insert(0, str(folder))
     import syncbn
 
@@ -76,7 +70,7 @@ def import_syncbn(folder: Path, threads: int) -> None:
 
 @lru_cache(1)
 def make_step(case: Case) -> Callable[[], list[float]]:
-    """Return a timer of a step of the public layer, which all commits have."""
+    """Return a function that times a step of the public layer, which all commits have."""
     import syncbn
 
     options = {"channel_last": True} if case.channel_dim != 1 else {}
@@ -88,19 +82,26 @@ def make_step(case: Case) -> Callable[[], list[float]]:
 def fastest_step(case: Case) -> list[float]:
     """Return the smallest milliseconds of forward and of backward over three steps, after a step that fills caches."""
     times = [make_step(case)() for _ in range(4)]
-    return [min(column) for column in zip(*times[1:], strict=True)]
+    return torch.tensor(times[1:]).amin(0).tolist()
 
 
 def compare(this: Path, other: Path, arguments: argparse.Namespace, steps: list[Case]) -> dict[str, dict[str, float]]:
     """Return the ratios of this tree's times to the other's, measured in new processes."""
-    rows = {}
-    with worker(other, arguments.threads) as theirs, worker(this, arguments.threads) as ours:
+    os.environ.update(KEEP_FREED_MEMORY)
+    context, rows = get_context("spawn"), {}
+    with (
+        ProcessPoolExecutor(1, context, import_syncbn, (this, arguments.threads)) as this_process,
+        ProcessPoolExecutor(1, context, import_syncbn, (other, arguments.threads)) as other_process,
+    ):
         for case in steps:
-            calls = {w: lambda w=w, case=case: w.submit(fastest_step, case).result() for w in (theirs, ours)}
+            calls = {
+                "other": lambda case=case: other_process.submit(fastest_step, case).result(),
+                "this": lambda case=case: this_process.submit(fastest_step, case).result(),
+            }
             times = interleave(calls, arguments.rounds, warm_up=0)
-            ratios = torch.tensor(times[ours]) / torch.tensor(times[theirs])  # (rounds, 2)
-            (forward, spread), (backward, backward_spread) = map(median_and_spread, ratios.T)
-            rows[case.name] = {"forward": forward, "+-": spread, "backward": backward, "+- ": backward_spread}
+            ratios = torch.tensor(times["this"]) / torch.tensor(times["other"])  # (rounds, 2)
+            (forward, forward_spread), (backward, backward_spread) = map(median_and_spread, ratios.T)
+            rows[case.name] = {"forward": forward, "+-": forward_spread, "backward": backward, "+- ": backward_spread}
     return rows
 
 
@@ -109,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         ref = arguments.ref or [*csv.DictReader(file)][-1]["commit"]
     slow = [c._replace(fused=fused) for c in cases(arguments.shapes, arguments.dtypes) for fused in (False, True)]
     with session(arguments.threads, on_cpu=True), tempfile.TemporaryDirectory() as folder:
-        this, other = (Path(folder, name).resolve() for name in ("this", "other"))
+        this, other = Path(folder).resolve() / "this", Path(folder).resolve() / "other"
         build(this)
         build(other, ref)
         for _ in range(ATTEMPTS):
@@ -119,5 +120,5 @@ def run(arguments: argparse.Namespace) -> int:
                 slow = [c for c in slow if max(rows[c.name]["forward"], rows[c.name]["backward"]) > LIMIT]
     verdict = f"more than {LIMIT - 1:.0%} slower than {ref}"
     names = ", ".join(case.name for case in slow)
-    print(f"{verdict}, {ATTEMPTS} times: {names}" if slow else f"nothing is {verdict}")
+    print(f"{verdict}, {ATTEMPTS} times: {names}" if slow else f"no case is {verdict}")
     return bool(slow)

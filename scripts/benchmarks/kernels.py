@@ -1,11 +1,11 @@
-"""Time each function of the kernels on large tensors, as a share of the memory's speed.
+"""Time each function of the kernels on large tensors, compared with a copy.
 
     python scripts/bench.py kernels                                          a GPU if there is one, else a CPU thread
     python scripts/bench.py kernels --shapes 64x256x56x56 --dtypes float32
 
-A time is the median over the rounds. The rate of a kernel is the number of bytes that it must read and write, divided
-by its time; 1 is the rate of y.copy_(x) on the same tensors in the same run. On GPUs the L2 cache is overwritten before
-each call. Prints a table, and writes kernels.json to --output.
+A time is the median over the rounds. The rate of a kernel is the number of bytes that the kernel must read and write,
+divided by its time, relative to the rate of y.copy_(x) in the same run. On GPUs each call starts with a cold L2 cache.
+Prints a table, and writes kernels.json to --output.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from syncbn.kernels.layout import Layout
 from syncbn.kernels.select import fast_path_back_end
 
 FUNCTIONS = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs"  # the order of a training step
-Calls = dict[str, tuple[Callable[[], object], int]]  # name -> call, and tensors of x's size that it reads and writes
+Calls = dict[str, tuple[Callable[[], object], int]]  # name -> call, number of tensors that the call reads and writes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,19 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def kernel_calls(case: Case, device: torch.device, back_end: Any = None) -> Calls:
-    """Return the calls of the kernels' functions on random tensors. The back end is the one that layers use, unless
-    given."""
+    """Return the calls of the kernels' functions on random tensors. The default back end is the one that layers use."""
     x, z, dy = (tensor.detach() for tensor in draw(case, device))
     dtype = torch.promote_types(x.dtype, torch.float32)
-    weight, bias = (make(case.channels, dtype=dtype, device=device) for make in (torch.ones, torch.zeros))
+    weight = torch.ones(case.channels, dtype=dtype, device=device)
+    bias = torch.zeros_like(weight)
     sums = torch.ones(payload.num_elements(case.channels), dtype=torch.float64, device=device)
     statistics = torch.ones(3 * case.channels + 4, dtype=torch.float64, device=device)
     layout = Layout.of(x, case.channel_dim), x.dtype, x.device
     back_end = back_end or fast_path_back_end(ForwardConfig(*layout)) or reference
     calls: Calls = {}
-    for name, residual in (("", None), (" fused", z)):
-        fused = residual is not None
-        saved = x, weight, statistics, residual  # The signs of y choose the relu's mask; here the residual stands in.
+    for fused in (False, True):
+        name, residual = (" fused", z) if fused else ("", None)
+        saved = x, weight, statistics, residual  # A step saves y for the mask of the relu; here z stands for y.
         forward = back_end.Forward(ForwardConfig(*layout, 1e-5, fused, fused, dtype, dtype))
         mask = ReluMask.FROM_Y if fused else ReluMask.NONE
         options = {"needs_x": True, "needs_residual": fused}
@@ -82,6 +82,6 @@ def run(arguments: argparse.Namespace) -> None:
         for case in cases(arguments.shapes, arguments.dtypes):
             results[case.name] = rows = run_case(case, device, arguments.rounds)
             show(case.name, rows)
-            limit = 4 * rows["x.sum()"]["ms"] + 2 * rows["copy"]["ms"]  # reads and writes the bytes of a step
+            limit = 4 * rows["x.sum()"]["ms"] + 2 * rows["copy"]["ms"]  # the bytes of a step
             print(f"4 x.sum() and 2 copies / the four functions: {limit / sum(rows[f]['ms'] for f in FUNCTIONS):.2f}")
             write(arguments.output / "kernels.json", kernels=results)

@@ -1,19 +1,18 @@
-"""Time batch norm compared with its peers and with the limit that memory sets.
+"""Time batch norm, compared with its peers.
 
     python scripts/bench.py --shapes 32x64x56x56 --dtypes float32       one process: nothing is synchronised
     torchrun --standalone --nproc-per-node 2 scripts/bench.py           two ranks, a process group between them
 
-The peers take turns. In each round a peer makes two steps, and the second is timed. A time in milliseconds is the
-median over the rounds of the slowest rank; "+-" is half the distance between the quartiles. Memory is in bytes per byte
-of the input: "saved" for backward, and "peak", the most that a step has allocated at once. Prints a table for each
-case, and writes bench.json to --output.
+The peers take turns. In each round each peer makes two steps, and the second is timed. A time in milliseconds is the
+median over the rounds of the slowest rank; "+-" is half the distance between the quartiles. Memory is relative to the
+input: "saved" for backward, and "peak", the maximum that a step has allocated at once. Prints a table for each case,
+and writes bench.json to --output.
 
     syncbn               the layer, over all ranks
     nn.BatchNorm         not synchronised
     hand-written         torch operations and a differentiable all_reduce
     nn.SyncBatchNorm     on several GPUs
-    limit                moves the same bytes with the same allocations: x.sum(), x.clone(), a dot product, an add
-    two all_reduces      payloads of the same size, and no other work
+    two all_reduces      the payloads of a step, and no other work
 
 "fused" adds a residual and a relu to each peer.
 """
@@ -34,6 +33,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import profile
 
 import syncbn
+from syncbn.payload import num_elements
 
 SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x32x16x32x32 16x197x384"
 DTYPES = "float32 bfloat16 float16 float64"
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def hand_written(
     x: Tensor, running_mean: Tensor, running_var: Tensor, weight: Tensor, bias: Tensor, **_: bool
 ) -> Tensor:
-    """Normalise with sums and a differentiable all_reduce, and leave backward to autograd."""
+    """Normalise by sums and a differentiable all_reduce. autograd computes the backward."""
     dims, shape = [0, *range(2, x.ndim)], [-1] + [1] * (x.ndim - 2)
     wide = x.float() if x.dtype.itemsize < 4 else x
     count = wide.new_full((1,), x.numel() / len(weight))
@@ -79,30 +79,31 @@ def make_peers(case: Case, device: torch.device) -> dict[str, Peer]:
     make = partial(syncbn.SyncBatchNorm, case.channels, channel_last=transposed, **options)
     layer, fused = make(), make(fuse_relu=True)
     peers: dict[str, Peer] = {"syncbn": lambda x, z: layer(x), "syncbn fused": fused}
-    torch_class = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(len(case.shape), nn.BatchNorm1d)
-    norms = {"nn.BatchNorm": torch_class(case.channels), "hand-written": HandWritten(case.channels)}
-    if device.type == "cuda" and dist.is_initialized():
-        norms["nn.SyncBatchNorm"] = nn.SyncBatchNorm(case.channels)
-    for name, norm in norms.items():
+
+    def add(name: str, norm: nn.Module) -> None:
         norm.to(**options)
-        peers[name] = (lambda x, z, norm=norm: norm(x.mT).mT) if transposed else (lambda x, z, norm=norm: norm(x))
-        peers[f"{name} fused"] = lambda x, z, peer=peers[name]: F.relu(peer(x, z) + z)
+
+        def peer(x: Tensor, z: Tensor) -> Tensor:
+            return norm(x.mT).mT if transposed else norm(x)
+
+        peers[name] = peer
+        peers[f"{name} fused"] = lambda x, z: F.relu(peer(x, z) + z)
+
+    torch_class = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(len(case.shape), nn.BatchNorm1d)
+    add("nn.BatchNorm", torch_class(case.channels))
+    add("hand-written", HandWritten(case.channels))
+    if device.type == "cuda" and dist.is_initialized():
+        add("nn.SyncBatchNorm", nn.SyncBatchNorm(case.channels))
     return peers
 
 
-def time_limit(x: Tensor, dy: Tensor) -> list[float]:
-    """Return the milliseconds of operations that move the bytes of a forward, and of a backward."""
-    x, dy = ((one if one.is_contiguous() else one.movedim(1, -1)).detach().reshape(-1) for one in (x, dy))
-    return time_stages(x.device, lambda: (x.sum(), x.clone()), lambda _: (torch.dot(dy, x), dy + x))
-
-
 def time_all_reduces(channels: int, device: torch.device) -> list[float]:
-    payload = torch.zeros(2 * channels + 5, dtype=torch.float64, device=device)
-    return [ms for _ in range(2) for ms in time_stages(device, partial(dist.all_reduce, payload))]
+    payload = torch.zeros(num_elements(channels), dtype=torch.float64, device=device)
+    return time_stages(device, lambda: dist.all_reduce(payload), lambda _: dist.all_reduce(payload))
 
 
 def measure_memory(peer: Peer, case: Case, device: torch.device) -> dict[str, float]:
-    """Return the memory that a step saves and allocates, and its number of collectives."""
+    """Return the memory that a step saves and allocates, relative to the input, and its number of collectives."""
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ def measure_memory(peer: Peer, case: Case, device: torch.device) -> dict[str, fl
     x, z, dy = draw(case, device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), CommDebugMode() as collectives:
         peer(x, z).backward(dy)
-    x, z, dy = draw(case, device)  # Hooks on the leaves of the first step would copy gradients.
+    x, z, dy = draw(case, device)  # Hooks of the first step would copy the gradients of its tensors.
     if x.is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -132,10 +133,11 @@ def measure_memory(peer: Peer, case: Case, device: torch.device) -> dict[str, fl
 def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
     x, z, dy = draw(case, device)
     peers = make_peers(case, device)
-    torch.ones(1, requires_grad=True).clone().backward(torch.ones(1))  # The first backward imports sympy.
+    torch.ones(1, requires_grad=True).clone().backward(
+        torch.ones(1)
+    )  # The first backward of a process imports sympy, which must not be measured.
     memory = {name: measure_memory(peer, case, device) for name, peer in peers.items()}
     calls = {name: partial(time_step, peer, x, z, dy) for name, peer in peers.items()}
-    calls["limit"] = partial(time_limit, x, dy)
     if dist.is_initialized():
         calls["two all_reduces"] = partial(time_all_reduces, case.channels, device)
     times = {name: summarize(samples) for name, samples in interleave(calls, rounds, warm_up=3, repeats=2).items()}

@@ -1,10 +1,9 @@
-"""Shared by the benchmarks: shapes to measure, timers, interleaved rounds, and the conditions of a run."""
+"""Shared by the benchmarks: cases to measure, timers, interleaved rounds, tables, and the conditions of a run."""
 
 import contextlib
 import itertools
 import json
 import os
-import platform
 import re
 import sys
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
-L2_BYTES = 2**28  # The L2 cache of any GPU is smaller.
-AHEAD_CYCLES = 2_000_000  # The GPU sleeps for about 1 ms, so that Python's time is hidden.
-Name, Result = TypeVar("Name"), TypeVar("Result")
+FLUSHED_BYTES = 2**28  # more than the L2 cache of any GPU
+SLEEP_CYCLES = 2_000_000  # The GPU sleeps for about 1 ms, so that the host's time is hidden.
 Rows = Mapping[str, Mapping[str, float]]  # row -> column -> value
 
 
@@ -47,38 +45,48 @@ class Case(NamedTuple):
 
 
 def cases(shapes: Iterable[str], dtypes: Sequence[str]) -> list[Case]:
-    """Return a case for each shape and dtype. Images get both memory formats; three dims mean (N, L, C)."""
-    sizes = [tuple(map(int, shape.split("x"))) for shape in shapes]
-    layouts = {2: [False], 3: [True]}  # number of dims -> values of channels_last
-    return [Case(s, dtype, last) for s in sizes for last in layouts.get(len(s), [False, True]) for dtype in dtypes]
+    """Return a case for each shape and dtype. Images have both memory formats. A shape of three dims is (N, L, C)."""
+    result = []
+    for text in shapes:
+        shape = tuple(map(int, text.split("x")))
+        layouts = {2: [False], 3: [True]}.get(len(shape), [False, True])
+        result += [Case(shape, dtype, channels_last) for channels_last in layouts for dtype in dtypes]
+    return result
 
 
 def draw(case: Case, device: torch.device) -> list[Tensor]:
-    """Return random x, residual and dy; x and residual require gradients."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d} if case.channels_last else {}
-    memory_format = formats.get(len(case.shape), torch.contiguous_format)
-    tensors = (torch.randn(case.shape, device=device).to(getattr(torch, case.dtype)) for _ in range(3))
-    x, residual, dy = (tensor.contiguous(memory_format=memory_format) for tensor in tensors)
+    """Return random x, residual and dy. x and residual require gradients."""
+    memory_format = torch.contiguous_format
+    if case.channels_last and len(case.shape) > 3:
+        memory_format = torch.channels_last if len(case.shape) == 4 else torch.channels_last_3d
+    tensors = []
+    for _ in range(3):
+        tensor = torch.randn(case.shape, device=device).to(getattr(torch, case.dtype))
+        tensors.append(tensor.contiguous(memory_format=memory_format))
+    x, residual, dy = tensors
     return [x.requires_grad_(), residual.requires_grad_(), dy]
 
 
 def time_stages(device: torch.device, *stages: Callable[..., Any]) -> list[float]:
-    """Return the milliseconds of each stage, on this CPU thread or the GPU's current stream. Each stage after the first
-    gets the result of the stage before it."""
+    """Return the milliseconds of each stage, on this CPU thread or on the GPU's current stream. A stage gets the result
+    of the stage before."""
     stream = torch.cuda.current_stream() if device.type == "cuda" else None
     if stream:
         torch.cuda.synchronize(device)
     if dist.is_initialized():
         dist.barrier()
     if stream:
-        torch.empty(L2_BYTES, dtype=torch.uint8, device=device).zero_()  # This overwrites the L2 cache.
-        torch.cuda._sleep(AHEAD_CYCLES)
-    clock = (lambda: stream.record_event(torch.cuda.Event(enable_timing=True))) if stream else time.perf_counter
+        torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device).zero_()  # This evicts the tensors from L2.
+        torch.cuda._sleep(SLEEP_CYCLES)
+
+    def now() -> Any:
+        return stream.record_event(torch.cuda.Event(enable_timing=True)) if stream else time.perf_counter()
+
     results: list[Any] = []
-    times = [clock()]
+    times = [now()]
     for stage in stages:
         results.append(stage(*results[-1:]))
-        times.append(clock())
+        times.append(now())
     if stream:
         torch.cuda.synchronize()
     return [a.elapsed_time(b) if stream else 1e3 * (b - a) for a, b in itertools.pairwise(times)]
@@ -92,26 +100,31 @@ def time_step(peer: Callable[[Tensor, Tensor], Tensor], x: Tensor, residual: Ten
 
 
 def interleave(
-    calls: Mapping[Name, Callable[[], Result]], rounds: int, warm_up: int, repeats: int = 1
-) -> dict[Name, list[Result]]:
-    """Return the results of each call. Each round makes every call `repeats` times and keeps the last result, because
-    the call before it has evicted the caches. The first `warm_up` rounds are dropped."""
-    results: dict[Name, list[Result]] = {name: [] for name in calls}
+    calls: Mapping[Any, Callable[[], Any]], rounds: int, warm_up: int, repeats: int = 1
+) -> dict[Any, list[Any]]:
+    """Return the results of each call, which all rounds make in turn. The results of `warm_up` more rounds are dropped.
+
+    A round repeats each call and keeps the last result, because another call has evicted the caches before.
+    """
+    results: dict[Any, list[Any]] = {name: [] for name in calls}
     for _ in range(warm_up + rounds):
         for name, call in calls.items():
-            results[name].append([call() for _ in range(repeats)][-1])
+            for _ in range(repeats):
+                result = call()
+            results[name].append(result)
     return {name: values[warm_up:] for name, values in results.items()}
 
 
-def median_and_spread(values: Sequence[float] | Tensor) -> tuple[float, float]:
+def median_and_spread(values: Tensor) -> tuple[float, float]:
     """Return the median, and half the distance between the quartiles."""
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    low, middle, high = torch.as_tensor(values, dtype=torch.float64).quantile(quartiles).tolist()
+    low, middle, high = values.double().quantile(quartiles).tolist()
     return middle, (high - low) / 2
 
 
 def summarize(samples: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return medians over (forward, backward) milliseconds of the rounds, of the slowest rank in each."""
+    """Return medians of forward, backward and both, over rounds of (forward, backward) milliseconds. The time of a
+    round is that of the slowest rank."""
     times = torch.tensor(samples, dtype=torch.float64)
     if dist.is_initialized():
         times = times.to("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -137,15 +150,15 @@ def show(title: str, rows: Rows) -> None:
 
 def conditions() -> dict[str, object]:
     """Return when, where and how this process measures."""
-    from syncbn.__main__ import info  # guard.py imports the syncbn of another commit
+    from syncbn.__main__ import info  # guard.py imports the syncbn of another commit.
 
-    cpuinfo = Path("/proc/cpuinfo").read_text() if platform.system() == "Linux" else ""
+    cpuinfo = Path("/proc/cpuinfo")  # exists on Linux only
+    processors = re.findall("model name\t: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     return {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "command": " ".join(sys.argv),
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
-        "processor": next(iter(re.findall("model name\t: (.*)", cpuinfo)), platform.processor()),
-        "cores": os.cpu_count(),
+        "processors": f"{len(processors)} x {', '.join({*processors})}",
         **info(),
     }
 
@@ -159,8 +172,8 @@ def write(file: Path, **results: object) -> None:
 
 @contextlib.contextmanager
 def session(threads: int = 1, on_cpu: bool = False) -> Iterator[torch.device]:
-    """Yield the device to measure on: a GPU if there is one, else `threads` threads of the CPU. Under torchrun there is
-    a process group. Print the conditions."""
+    """Print the conditions, and yield the device to measure on: a GPU if there is one, otherwise `threads` threads of
+    the CPU. Under torchrun there is a process group until the end."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler
     torch.set_num_threads(threads)
     device = torch.device("cpu")

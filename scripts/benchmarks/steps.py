@@ -3,13 +3,13 @@
     torchrun --standalone --nproc-per-node 2 scripts/bench.py steps
     python scripts/bench.py steps --models block --compiled                one process, under torch.compile
 
-The kinds nn.BatchNorm (not synchronised), syncbn, and hand-written (torch operations and an all_reduce) take turns. In
-each round a kind makes two steps, and the second is timed. A time is the median over the rounds of the
-slowest rank. Prints a table, and writes steps.json to --output.
+The kinds take turns: nn.BatchNorm (not synchronised), syncbn, and hand-written (torch operations and an all_reduce). In
+each round each kind makes two steps, and the second is timed. A time is the median over the rounds of the slowest rank.
+Prints a table, and writes steps.json to --output.
 
     resnet          the ResNet-50 of examples/imagenet.py
     segmentation    the U-Net of examples/segmentation.py, wider, on 2 images a rank
-    block           one convolution, norm and relu
+    block           a convolution, batch norm and relu
 """
 
 import argparse
@@ -31,6 +31,8 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from imagenet import ResNet
 from segmentation import UNet
 
+KINDS = {"nn.BatchNorm": nn.BatchNorm2d, "syncbn": syncbn.SyncBatchNorm2d, "hand-written": HandWritten}
+
 
 def make_block() -> nn.Module:
     return nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
@@ -43,10 +45,13 @@ MODELS = {  # name -> function that makes the model, shape of a rank's input
 }
 
 
-def write_by_hand(model: nn.Module) -> nn.Module:
+def convert(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Return the model with layers of the class `kind` in place of nn.BatchNorm2d."""
+    if kind is syncbn.SyncBatchNorm2d:
+        return syncbn.convert_syncbn_model(model)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.__class__ = HandWritten
+            module.__class__ = kind
     return model
 
 
@@ -73,15 +78,15 @@ def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> 
 
 
 def sample(name: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, list[list[float]]]:
-    """Return the times of all rounds with each kind of batch norm. The models die here, before the process group."""
+    """Return the times of all rounds with each kind of batch norm. The models are local to this function, because they
+    must be freed before the process group."""
     memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
     make, shape = MODELS[name]
     sides = [max(32, int(arguments.scale * side)) for side in shape[2:]]
     x = torch.randn(*shape[:2], *sides, device=device).to(memory_format=memory_format)
-    kinds = {"nn.BatchNorm": nn.Module.train, "syncbn": syncbn.convert_syncbn_model, "hand-written": write_by_hand}
     calls = {}
-    for kind, convert in kinds.items():
-        model = convert(make()).to(device, memory_format=memory_format)
+    for kind, layer_class in KINDS.items():
+        model = convert(make(), layer_class).to(device, memory_format=memory_format)
         if arguments.compiled:
             model = torch.compile(model)
         if dist.is_initialized():

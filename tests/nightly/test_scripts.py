@@ -1,7 +1,6 @@
 """Tests that the scripts run with tiny settings. On a machine with a GPU a typing error may cost a whole run."""
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -9,13 +8,10 @@ import gpu_run
 import pytest
 import run_tests
 from break_places import draw
-from build_description import BADGES, description
 from guides import ROOT
 from jobs import run, run_on_ranks, run_script
-from readme_renderer import markdown
 
 SCRIPTS = ROOT / "scripts"
-URLS = {"Repository": "https://example.org/syncbn", "Documentation": "https://guides.example.org/syncbn/"}
 
 
 @pytest.mark.parametrize(
@@ -73,13 +69,3 @@ def test_mutations_change_one_line_and_python_still_compiles() -> None:
         lines[mutation.line - 1] = mutation.new
         if mutation.file.endswith(".py"):
             compile("\n".join(lines), mutation.file, "exec")
-
-
-def test_the_description_on_the_package_index_has_no_dead_link() -> None:
-    """With the setting of the first release each link of README.md, which test_readme.py follows, has an address."""
-    readme = (ROOT / "README.md").read_text()
-    pages = [markdown.render(text) for text in (description(readme, URLS, "0.1"), readme)]  # The index renders them so.
-    targets, readme_targets = (re.findall(r'(?:href|src)="([^"]*)"', html) for html in pages)
-    assert len(targets) == len(readme_targets) + 2 * len(BADGES)
-    assert all(target.startswith(("#user-content-", "https://")) for target in targets)
-    assert description(readme, {}, "0.1") == readme
