@@ -4,7 +4,7 @@
     scripts/libraries.sh monai timm         trains the models of these libraries
 
 Prints the rows of the table in docs/works_with.md. A model matches if each loss, output, gradient, parameter and buffer
-differs by at most 1e-9 of its largest value, in float64. The exit status is 1 if a model does not match. For Opacus the
+differs by at most 1e-8 of its largest value, in float64. The exit status is 1 if a model does not match. For Opacus the
 script runs the code block of docs/works_with.md, and checks that Opacus then refuses converted layers.
 """
 
@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import syncbn
-from syncbn.testing import TOLERANCES, differences, local_layers
+from syncbn.testing import differences, local_layers
 
+TOLERANCE = 1e-8  # Rounding alone can cause 1e-9, because the samples are added in another order.
 SAMPLES = 5  # Two ranks have 3 and 2 samples.
 IMAGES = (SAMPLES, 3, 64, 64)
 Case = tuple[str, Callable[[], nn.Module], tuple[int, ...]]  # name, function that builds the model, shape of its input
@@ -210,7 +211,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             models = "; ".join(f"{name} ({num_layers})" for name, (num_layers, _) in results.items())
             print(f"| {library} | {version(library)} | {models} | {largest:.1e} | {date.today()} |", flush=True)
-        if largest > TOLERANCES[torch.float64]:
+        if largest > TOLERANCE:
             print(f"DOES NOT MATCH: {worst}, {largest:.1e}", flush=True)
             failed = True
     dist.destroy_process_group()
