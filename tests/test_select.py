@@ -23,7 +23,7 @@ needs_cpp = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
 
 
 @needs_cpp
-def test_syncbn_kernels_forces_torch_operations(syncbn_kernels: str) -> None:
+def test_the_variable_syncbn_kernels_forces_torch_operations(syncbn_kernels: str) -> None:
     """An empty value has no effect. distributed/test_arguments.py tests unknown values."""
     expected = "cpu: torch operations (SYNCBN_KERNELS=reference)" if syncbn_kernels else "cpu: C++"
     assert select.available().startswith(expected)
@@ -133,7 +133,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "forward_sums": (X, 1),
     "forward_outputs": (X, 1, TOTAL, ONES, ONES, X, 1e-5, True),
     "backward_sums": (X, X, X, 1, STATISTICS, True, torch.float32, None),
-    "backward_outputs": (X, X, X, 1, TOTAL.clone(), STATISTICS, ONES, True, True),
+    "backward_outputs": (X, X, X, 1, TOTAL, STATISTICS, ONES, True, True),
 }
 
 

@@ -191,5 +191,5 @@ def test_a_program_may_process_many_tiles(kernels: BackEnd, sizes: Sizes) -> Non
 
 
 def test_a_gpu_with_right_values_is_accepted(kernels: BackEnd) -> None:
-    """test_gpu_launches.py contains the rejection of wrong values."""
+    """test_gpu_static.py contains the rejection of wrong values."""
     select._try_triton(torch.get_default_device())
