@@ -23,8 +23,8 @@ def is_triton(kernels: BackEnd) -> bool:
 
 
 def is_interpreted(kernels: BackEnd) -> bool:
-    """Return whether Triton's interpreter runs the kernels. The interpreter truncates where a GPU rounds: to bfloat16,
-    and to subnormal values of float16."""
+    """Return whether Triton's interpreter runs the kernels. A GPU rounds values to bfloat16 and to subnormal values of
+    float16. The interpreter truncates them."""
     return is_triton(kernels) and torch.get_default_device().type == "cpu"
 
 
@@ -52,13 +52,13 @@ def backward_config(x: Tensor, **fields: Any) -> BackwardConfig:
 
 
 class ForwardResult(NamedTuple):
-    payload: Tensor  # of this rank
+    payload: Tensor
     y: Tensor
     statistics: Tensor
 
 
 class BackwardResult(NamedTuple):
-    payload: Tensor  # of this rank
+    payload: Tensor
     grad_weight: Tensor  # float64
     grad_bias: Tensor  # bfloat16
     grad_x: Tensor | None
@@ -94,10 +94,12 @@ def run_backward(
     status_words: Status = None, single_rank: bool = False,
 ) -> BackwardResult:  # fmt: skip
     """Run a backward of this rank. The mask of a relu is computed from `y`, or from x if `y` is None."""
+    relu_mask = ReluMask.NONE
+    if relu:
+        relu_mask = ReluMask.FROM_X if y is None else ReluMask.FROM_Y
     config = backward_config(
-        x, relu_mask=(ReluMask.FROM_X if y is None else ReluMask.FROM_Y) if relu else ReluMask.NONE,
-        weight_dtype=_dtype(weight), grad_weight_dtype=torch.float64, grad_bias_dtype=torch.bfloat16, needs_x=needs_x,
-        needs_residual=needs_residual, single_rank=single_rank,
+        x, relu_mask=relu_mask, weight_dtype=_dtype(weight), grad_weight_dtype=torch.float64,
+        grad_bias_dtype=torch.bfloat16, needs_x=needs_x, needs_residual=needs_residual, single_rank=single_rank,
     )  # fmt: skip
     kernel, saved = kernels.Backward(config), (x, weight, statistics, y)
     local, grad_weight, grad_bias = kernel.backward_sums(dy, saved)
@@ -106,14 +108,15 @@ def run_backward(
 
 
 def run_both(
-    kernels: BackEnd, dy: Tensor, x: Tensor, *, single_rank: bool = False, residual: Tensor | None = None, **others: Any
-) -> tuple[ForwardResult, BackwardResult]:
-    """Run forward and backward. `others` are arguments of `run_forward`, with a relu if there is a residual."""
-    forward = run_forward(kernels, x, single_rank=single_rank, residual=residual, **others)
-    options = {"relu": others.get("relu", False), "weight": others.get("weight"), "single_rank": single_rank}
-    if residual is not None:
-        options |= {"y": forward.y, "needs_residual": True}
-    return forward, run_backward(kernels, dy, x, forward.statistics, **options)
+    kernels: BackEnd, dy: Tensor, x: Tensor, *, relu: bool = False, weight: Tensor | None = None,
+    residual: Tensor | None = None, single_rank: bool = False, **arguments: Any,
+) -> tuple[ForwardResult, BackwardResult]:  # fmt: skip
+    """Run forward and backward of this rank alone. A residual must have a relu. The other arguments are those of
+    `run_forward`."""
+    common = {"relu": relu, "weight": weight, "single_rank": single_rank}
+    forward = run_forward(kernels, x, residual=residual, **common, **arguments)
+    y, needs_residual = (None, False) if residual is None else (forward.y, True)
+    return forward, run_backward(kernels, dy, x, forward.statistics, y=y, needs_residual=needs_residual, **common)
 
 
 def assert_identical(actual: Any, expected: Any) -> None:
@@ -122,16 +125,16 @@ def assert_identical(actual: Any, expected: Any) -> None:
 
 
 def assert_elements_close(actual: Tensor, expected: Tensor) -> None:
-    """Compare within some roundings of the result's dtype, or of float32, in which elements are computed."""
+    """Compare within some roundings of the dtype of `actual`. Kernels compute elements in float32 or float64."""
     assert not actual.isnan().any(), "an element was left unwritten"
     eps = torch.finfo(actual.dtype).eps
     torch.testing.assert_close(actual.double(), expected, rtol=eps, atol=32 * min(eps, torch.finfo(torch.float32).eps))
 
 
 def assert_sums_close(kernels: BackEnd, dtype: torch.dtype, actual: Tensor, terms: tuple[Tensor, Tensor]) -> None:
-    """Compare the sums in a payload with the sums over two float64 tensors, `terms`.
+    """Compare the two sums of a payload with the sums of two float64 tensors, `terms`.
 
-    The error may be 1e-14 of the sum of magnitudes, or 2^-22 where kernels first add a few values in float32.
+    The error may be 1e-14 of the sum of the magnitudes, or 2^-22 if kernels add the first few values in float32.
     """
     assert actual.dtype == torch.float64
     uses_float32 = dtype.itemsize == 2 or (dtype == torch.float32 and is_triton(kernels))

@@ -28,7 +28,7 @@ def input_gradient(layer: nn.Module, x: Tensor) -> Tensor:
 def test_the_layers_of_a_resnet_are_as_exact_as_promised(
     shape: tuple[int, ...], memory_format: torch.memory_format, dtype: torch.dtype
 ) -> None:
-    """Each sum is added from many partial sums."""
+    """Many programs compute a part of each sum."""
     noise = torch.randn(2, *shape, device="cuda").to(dtype)
     x, dy = (tensor.contiguous(memory_format=memory_format) for tensor in (noise[0] + 3, noise[1]))
     layer = syncbn.SyncBatchNorm2d(shape[1], device="cuda")
@@ -71,7 +71,7 @@ def test_a_step_equals_torchs_and_does_not_wait_for_the_gpu(layer: nn.Module) ->
     torch.cuda.set_sync_debug_mode("error")
     try:
         gradient = input_gradient(layer, x)
-        with pytest.raises(RuntimeError, match="synchroniz"):  # the error of a step that waits
+        with pytest.raises(RuntimeError, match="synchroniz"):  # A step that waits would raise this error.
             x.sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -110,12 +110,12 @@ def test_replays_of_a_captured_step_equal_eager_steps(layer: nn.Module) -> None:
 
 def test_steps_in_two_streams_at_once_have_the_bits_of_steps_in_one() -> None:
     layers = [syncbn.SyncBatchNorm2d(64, device="cuda") for _ in range(2)]
-    xs = [torch.randn(16, 64, 40, 40, device="cuda", requires_grad=True) for _ in range(2)]
-    expected, streams = [*map(input_gradient, layers, xs)], [torch.cuda.Stream() for _ in range(2)]
+    inputs = [torch.randn(16, 64, 40, 40, device="cuda", requires_grad=True) for _ in range(2)]
+    expected, streams = [*map(input_gradient, layers, inputs)], [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     for _ in range(5):
         gradients = []
-        for stream, layer, x in zip(streams, layers, xs, strict=True):
+        for stream, layer, x in zip(streams, layers, inputs, strict=True):
             with torch.cuda.stream(stream):
                 gradients.append(input_gradient(layer, x))
         torch.cuda.synchronize()

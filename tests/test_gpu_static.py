@@ -1,4 +1,4 @@
-"""Tests what a training step on a GPU compiles and launches, and the machine code. No GPU is needed."""
+"""Tests compilations, launches and machine code of a training step on a GPU. No GPU is needed."""
 
 import os
 import re
@@ -63,7 +63,7 @@ def test_a_resnet_compiles_and_launches_as_few_kernels_as_documented(
     launched: list[str], request: pytest.FixtureRequest, num_ranks: int, num_launches: list[int], channels_last: bool,
     num_compiled: int,
 ) -> None:  # fmt: skip
-    """Kernels are compiled for dtypes and layouts, not for each size. Each all_reduce needs another kernel."""
+    """Kernels are compiled for dtypes and layouts, not for each size. An all_reduce needs another kernel."""
     if num_ranks > 1:
         request.getfixturevalue("fake_group")
         num_compiled += 2
@@ -118,7 +118,7 @@ def test_a_gpu_whose_kernels_write_nothing_is_rejected(launched: list[str]) -> N
 )
 def test_kernels_load_wide_and_spill_no_registers(capability: int, shape: str, dtypes: list[str]) -> None:
     """The kernels that write outputs use no float64. scripts/gpu_static.py prints the same table."""
-    for case, function, code, num_programs in table(capability, [shape], dtypes):
+    for case, function, code, programs_at_once in table(capability, [shape], dtypes):
         row = function, case, code
         assert code.spills == 0, row
         if function.endswith("_outputs"):
@@ -126,7 +126,7 @@ def test_kernels_load_wide_and_spill_no_registers(capability: int, shape: str, d
         loads_single_values = case.shape[-1] == 7 and not case.channels_last  # because 7 * 7 is not a multiple of 4
         values_per_load = 1 if loads_single_values else 4
         assert code.widest_load == values_per_load * getattr(torch, case.dtype).itemsize, row
-        assert num_programs >= 3, row
+        assert programs_at_once >= 3, row
 
 
 def compile_step(

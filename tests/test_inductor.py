@@ -36,8 +36,8 @@ def without_caches(**options: object) -> Iterator[None]:
 
 
 @needs_torch_213
-@pytest.mark.parametrize("as_on_gpus", [False, True])
-def test_no_input_of_an_operator_is_copied(fake_group: dist.ProcessGroup, as_on_gpus: bool) -> None:
+@pytest.mark.parametrize("gpu_layouts", [False, True])
+def test_no_input_of_an_operator_is_copied(fake_group: dist.ProcessGroup, gpu_layouts: bool) -> None:
     """On GPUs Inductor makes convolutions channels last and pads channels. Operators with torch.Tag.flexible_layout
     would copy each padded dy, and also the expanded dy of the pooling, once for each operator."""
     torch.manual_seed(0)
@@ -45,8 +45,8 @@ def test_no_input_of_an_operator_is_copied(fake_group: dist.ProcessGroup, as_on_
     second = nn.Conv2d(8, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.Hardswish(), nn.Conv2d(8, 4, 3, bias=False)
     model = nn.Sequential(*first, *second, syncbn.SyncBatchNorm2d(4), nn.AdaptiveAvgPool2d(1))
     x, eager, compiled = torch.randn(2, 3, 12, 12), copy.deepcopy(model), torch.compile(model, fullgraph=True)
-    layout = {"layout_optimization": as_on_gpus, "force_layout_optimization": as_on_gpus}
-    padding = {"comprehensive_padding": as_on_gpus, "disable_padding_cpu": False, "padding_stride_threshold": 16}
+    layout = {"layout_optimization": gpu_layouts, "force_layout_optimization": gpu_layouts}
+    padding = {"comprehensive_padding": gpu_layouts, "disable_padding_cpu": False, "padding_stride_threshold": 16}
     with without_caches(**layout, **padding):
         output, [forward] = run_and_get_code(compiled, x)
         _, [backward] = run_and_get_code(lambda: output.sin().sum().backward())
@@ -95,7 +95,7 @@ def test_a_relu_is_fused_with_the_bits_of_an_eager_model(
 
 
 @needs_torch_213
-def test_a_relu6_is_not_fused_and_a_relu_only_if_no_other_operation_reads_y(fake_group: dist.ProcessGroup) -> None:
+def test_a_relu6_is_not_fused_nor_a_relu_if_another_operation_reads_y(fake_group: dist.ProcessGroup) -> None:
     layers, x = nn.ModuleList(syncbn.SyncBatchNorm1d(5) for _ in range(2)), torch.randn(8, 5, requires_grad=True)
 
     def function(layers: nn.ModuleList, x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def test_a_relu6_is_not_fused_and_a_relu_only_if_no_other_operation_reads_y(fake
 @pytest.mark.parametrize("names", [["z"], ["weight"], ["x", "bias"]], ids=" ".join)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_torch_func_in_a_graph_equals_eager(names: list[str], requires_grad: bool) -> None:
-    """torch.func.grad differentiates by the inputs `names`. The others may require gradients outside of torch.func."""
+    """The loss is differentiated by the tensors `names`. The other tensors may require gradients of torch.autograd."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     shapes = {"x": (4, 3, 5), "z": (4, 3, 5), "weight": (3,), "bias": (3,)}

@@ -1,7 +1,7 @@
 """Tests that every back end computes the formulas of docs/how_it_works.md, for all dtypes and for awkward sizes.
 
-A test calls the kernels as one rank does. Instead of an all_reduce, the test adds what another rank would send.
-test_triton.py tests status words and launches.
+A test calls the kernels as a rank does. It issues no all_reduce, but adds the payload of another rank itself.
+test_triton.py tests status words.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from syncbn.statistics import from_sums, unpack, update_buffers
 
 # Sizes are (outer, channels, inner). cpu.cpp processes runs of contiguous values of a channel if inner is at least 32,
 # and otherwise rows, of which short ones are combined. gpu_tiles.py processes spans of 32 or 64 channels if inner is 1,
-# and otherwise a channel in each program. Both divide large tensors into parts, and add the partial sums of the parts.
+# and otherwise a channel in each program. Large tensors are divided into parts, whose partial sums are added.
 SIZES = [
     (5, 2, 49),  # 49 is not a multiple of any vector length.
     (70, 2, 37),  # Triton: two parts, and loads of a single value
@@ -48,8 +48,8 @@ OPTIONS = ["", "residual", "relu", "relu residual", "relu residual grad_residual
 def cases(back_end: str, all_sizes: list[Sizes]) -> list[Any]:
     """Return a case for every size and dtype. The options alternate, so that each dtype meets each option."""
     marks = [pytest.mark.triton] if back_end == "triton" else []
-    with_options = zip(itertools.product(all_sizes, DTYPES), itertools.cycle(OPTIONS), strict=False)
-    return [pytest.param(back_end, sizes, dtype, options, marks=marks) for (sizes, dtype), options in with_options]
+    combinations = zip(itertools.product(all_sizes, DTYPES), itertools.cycle(OPTIONS), strict=False)
+    return [pytest.param(back_end, sizes, dtype, options, marks=marks) for (sizes, dtype), options in combinations]
 
 
 CASES = [case for back_end in ("reference", "chunks", "operators", "triton") for case in cases(back_end, SIZES)]
@@ -60,8 +60,9 @@ CASES += cases("cpu", SIZES + CPP_SIZES)
 def test_forward_and_backward_compute_the_formulas(
     kernels: BackEnd, sizes: Sizes, dtype: torch.dtype, options: str
 ) -> None:
-    """The other rank has five values per channel."""
-    relu, has_residual, needs_residual = (name in options.split() for name in ("relu", "residual", "grad_residual"))
+    """Another rank contributes five values per channel to the totals."""
+    flags = options.split()
+    relu, has_residual, needs_residual = "relu" in flags, "residual" in flags, "grad_residual" in flags
     outer, channels, inner = sizes
     dy, x, residual = kernel_calls.draw(3, sizes, dtype)
     weight, bias, *total_dy = kernel_calls.draw_per_channel(4, channels)
@@ -86,10 +87,8 @@ def test_forward_and_backward_compute_the_formulas(
         y = y + residual
     kernel_calls.assert_elements_close(forward.y, y.relu() if relu else y)
 
-    mask = {"relu": relu, "y": forward.y if has_residual else None}
-    backward = run_backward(
-        kernels, dy, x, forward.statistics, total_dy, weight=weight, needs_residual=needs_residual, **mask
-    )
+    options = {"relu": relu, "y": forward.y if has_residual else None, "needs_residual": needs_residual}
+    backward = run_backward(kernels, dy, x, forward.statistics, total_dy, weight=weight, **options)
     wide_dy = dy.double()
     if relu:
         wide_dy = wide_dy * (forward.y > 0)
@@ -111,7 +110,8 @@ def test_forward_and_backward_compute_the_formulas(
 def test_a_relu_is_masked_like_torchs_relu_from_x_and_from_y(
     kernels: BackEnd, sizes: Sizes, dtype: torch.dtype, scale: float
 ) -> None:
-    """Where y is NaN, dy passes; where y is 0, a NaN in dy does not pass. Both masks give the same bits."""
+    """dy passes where y is NaN. Where y is 0, not even a NaN in dy passes. The mask has the same bits from x and from
+    y, so that compiled graphs may use either."""
     dy, x = kernel_calls.draw(2, sizes, dtype)
     parameters = torch.stack(kernel_calls.draw_per_channel(2, sizes[1]))
     x, parameters = ((4 * tensor).round() / 4 for tensor in (x, parameters))  # so that some outputs are exactly 0
@@ -134,7 +134,7 @@ def test_a_relu_is_masked_like_torchs_relu_from_x_and_from_y(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_value_is_read_and_rounded_like_in_torch(kernels: BackEnd, dtype: torch.dtype) -> None:
-    """The values include infinities, NaN and subnormal values; some products are rounded, underflow or overflow."""
+    """The values include infinities, NaN and subnormal values. Some products are rounded, underflow or overflow."""
     if dtype == torch.bfloat16 and is_interpreted(kernels):
         pytest.skip("the interpreter truncates to bfloat16")
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).expand(1, 3, -1).contiguous()
@@ -158,7 +158,6 @@ def test_sums_of_16_bit_squares_are_exact(kernels: BackEnd, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("case", HARD_INPUTS)
 def test_float32_errors_are_below_1e_6_of_the_largest_result(kernels: BackEnd, case: str) -> None:
-    """Formulas of batch norm lose digits on HARD_INPUTS."""
     tensors = hard_case(case, torch.float32)
     expected = full_batch(*tensors)
     x, dy, weight, bias = (tensor.to(torch.get_default_device()) for tensor in tensors)
@@ -231,7 +230,7 @@ def test_results_are_equal_in_each_run_and_for_each_number_of_threads(kernels: B
 @pytest.mark.parametrize("sizes", [(3, 5, 300_000), (70_001, 64, 1), (70_001, 68, 1), (2103, 2064, 1)], ids=str)
 def test_outputs_that_bypass_the_caches_have_the_same_bits(kernels: BackEnd, sizes: Sizes) -> None:
     """Outputs of 16 MB or more bypass the caches, so they are compared with the outputs of some of their samples."""
-    # The first elements are dropped, so that the tensors are not aligned to vectors.
+    # Without their first element the tensors are not aligned to vectors.
     x, residual, dy = (torch.randn(1 + math.prod(sizes))[1:].view(sizes) for _ in range(3))
     weight = torch.randn(sizes[1])
     forward, backward = run_both(kernels, dy, x, relu=True, weight=weight, residual=residual)
@@ -264,7 +263,7 @@ def test_the_reference_makes_no_float64_copy_of_a_whole_tensor(
     assert max(event.self_cpu_memory_usage for event in memory_profile.events()) == x.nbytes
 
 
-# From totals to statistics, and signatures
+# Statistics and signatures
 
 
 def test_the_variance_is_not_negative_and_keeps_nan(kernels: BackEnd) -> None:
@@ -280,14 +279,15 @@ def test_the_variance_is_not_negative_and_keeps_nan(kernels: BackEnd) -> None:
 def test_running_statistics_have_the_bits_of_the_reference(
     kernels: BackEnd, dtype: torch.dtype, momentum: float | None
 ) -> None:
-    """Ranks may use different kernels, and must have identical running statistics. Autograd notices each change."""
+    """Ranks may use different kernels, and must have identical running statistics. Autograd sees each update."""
     if dtype.itemsize == 2 and is_interpreted(kernels):
         pytest.skip("the interpreter truncates to bfloat16 and to subnormal values")
     num_channels = 70 if kernel_calls.is_triton(kernels) else 2100  # cpu.cpp processes 2,048 channels at once.
     mean, var, *initial = kernel_calls.draw_per_channel(4, num_channels)
-    buffers, expected = ([tensor.to(dtype, copy=True) for tensor in initial] for _ in range(2))
+    buffers = [tensor.to(dtype, copy=True) for tensor in initial]
+    expected = [tensor.clone() for tensor in buffers]
     counter, x = torch.tensor(2), torch.empty(0, num_channels, 1)  # Only the totals matter.
-    for num_values in (3.0, 1e6, 1.0, 0.0):  # A single value leaves the variance unchanged, and none also the mean.
+    for num_values in (3.0, 1e6, 1.0, 0.0):  # n = 1 changes no running_var, and n = 0 also no running_mean.
         total = payload.from_sums(torch.cat((mean, var.abs() + mean.square())) * num_values, num_values)
         forward = run_forward(kernels, x, total, buffers=(*buffers, counter), momentum=momentum)
         statistics = from_sums(payload.sums_and_num_values(total), EPS)
@@ -299,12 +299,11 @@ def test_running_statistics_have_the_bits_of_the_reference(
     assert all(tensor._version == 4 for tensor in (*buffers, counter))
 
 
-@pytest.mark.parametrize("kernels", ["cpu", kernel_calls.TRITON], indirect=True)
 @pytest.mark.parametrize("sizes", [(4, 3, 5), (70, 3, 37)], ids=str)  # Triton: one part, and two parts
 def test_kernels_sign_payloads_like_payload_sign(kernels: BackEnd, sizes: Sizes) -> None:
     """A forward signs with the count of the call, a backward with the id of the call."""
     dy, x = kernel_calls.draw(2, sizes, torch.float32)
-    signature, count = 2**26 - 3, 2**40 + 1  # a large signature, and more than 32 bits
+    signature, count = 2**26 - 3, 2**40 + 1  # The signature is almost the largest. The count has more than 32 bits.
     forward_sums = kernels.Forward(kernel_calls.forward_config(x)).forward_sums
     assert torch.equal(forward_sums(x, signature, count), payload.sign(forward_sums(x), signature, count))
     # cpu.py gets a signature that already contains the id.

@@ -1,4 +1,4 @@
-"""Tests which kernels a device gets, what a user reads if there are none, and the torch operators of the kernels.
+"""Tests the kernels that a device gets, the message if there are none, and the operators that wrap kernels.
 
 test_inductor.py tests the operators in compiled graphs.
 """
@@ -149,7 +149,7 @@ def test_operators_pass_opcheck_and_reject_wrong_dtypes_and_sizes(name: str) -> 
     for index, argument in enumerate(arguments):
         if isinstance(argument, Tensor):
             wrong = [argument.int()]
-            if name != "forward_sums":  # which takes a tensor of any size
+            if name != "forward_sums":  # A single tensor has no wrong size.
                 wrong.append(torch.cat((argument, argument)))
             for tensor in wrong:
                 with pytest.raises(RuntimeError, match="expected"):
@@ -172,8 +172,8 @@ STRIDED_COPIES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_operators_take_any_strides_and_return_those_of_the_input(name: str, copy: Callable[[Tensor], Tensor]) -> None:
     """Inductor may pass any strides in each input. If x is not dense, outputs have the strides of a dense copy."""
     operator, arguments = operator_of(name), ARGUMENTS[name]
-    indices = [index for index, argument in enumerate(arguments) if argument is X]
-    for changed_indices in (indices, *([index] for index in indices)):
+    all_indices = [index for index, argument in enumerate(arguments) if argument is X]
+    for changed_indices in [all_indices, *[[index] for index in all_indices]]:
         changed = [*arguments]
         for index in changed_indices:
             changed[index] = copy(X)

@@ -1,7 +1,7 @@
-"""Tests of Triton's kernels, apart from the results, which test_kernels.py tests.
+"""Tests what only Triton's kernels do. test_kernels.py tests their results.
 
 The host does not wait for a total, so the kernels that read a total store faults and the id of the call in status
-words. Without a GPU: TRITON_INTERPRET=1 pytest -m triton tests/test_triton.py
+words. Without a GPU run TRITON_INTERPRET=1 pytest -m triton tests/test_triton.py
 """
 
 import math
@@ -92,9 +92,10 @@ def test_each_kernel_that_reads_a_total_stores_the_fault(
     """Running statistics change unless there is a fault. One value per channel is a fault only in a forward."""
     if kind == ONE_VALUE and "backward" in reader:
         kind = NO_FAULT
-    status, total, number = StatusMemory(), make_total(signatures, num_values), 2**40 + 1  # more than 32 bits
-    _, running_mean, running_var, counter = read_total(kernels, reader, total, status.addresses(number))
-    assert status.read() == (number, (number, kind) if kind else (0, NO_FAULT), 0)
+    status, total = StatusMemory(), make_total(signatures, num_values)
+    sequence_number = 2**40 + 1  # more than 32 bits
+    _, running_mean, running_var, counter = read_total(kernels, reader, total, status.addresses(sequence_number))
+    assert status.read() == (sequence_number, (sequence_number, kind) if kind else (0, NO_FAULT), 0)
     if reader == "forward":
         assert counter == (3 if kind else 4)
         assert (running_mean != 0).tolist() == [not kind and num_values > 0] * CHANNELS
@@ -147,7 +148,7 @@ def test_the_id_of_a_call_is_the_mean_count_of_signed_ranks(
     ids=str,
 )
 def test_the_first_forward_with_non_finite_sums_is_stored(kernels: BackEnd, sizes: Sizes, value: float) -> None:
-    """The host warns and clears the word. Afterwards, the next such forward is stored."""
+    """The host warns and clears the word. Then the next forward with non-finite sums is stored."""
     status, x = StatusMemory(), torch.ones(sizes)
     forward_sums = kernels.Forward(forward_config(x)).forward_sums
 
@@ -169,12 +170,12 @@ def test_the_first_forward_with_non_finite_sums_is_stored(kernels: BackEnd, size
 def test_the_kernels_for_a_single_rank_return_the_same_bits(kernels: BackEnd, sizes: Sizes) -> None:
     """A single rank needs fewer launches, because the partial sums are added where the total is read."""
     dy, x, weight, bias = *draw(2, sizes, torch.float32), torch.rand(sizes[1]), torch.rand(sizes[1])
-    several, single = (
-        run_both(kernels, dy, x, relu=True, weight=weight, bias=bias, single_rank=single_rank)
-        for single_rank in (False, True)
-    )
-    for results, expected in zip(single, several, strict=True):
-        assert_identical(results[1:], expected[1:])  # The payloads differ: a single rank has partial sums.
+    options = {"relu": True, "weight": weight, "bias": bias}
+    forward, backward = run_both(kernels, dy, x, **options)
+    single_forward, single_backward = run_both(kernels, dy, x, single_rank=True, **options)
+    # The payload of a single rank contains partial sums.
+    assert_identical(single_forward[1:], forward[1:])
+    assert_identical(single_backward[1:], backward[1:])
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 20_000), (600, 33, 1)], ids=str)
@@ -186,10 +187,9 @@ def test_a_program_may_process_many_tiles(kernels: BackEnd, sizes: Sizes) -> Non
     with patch.multiple(kernels, MAX_PARTS=1, ELEMENTWISE_PROGRAMS=1):
         assert kernels.Forward(forward_config(x)).num_parts == 1
         actual = run_both(kernels, dy, x, relu=True)
-    # The order of the additions differs.
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-3)  # The order of the additions differs.
 
 
 def test_a_gpu_with_right_values_is_accepted(kernels: BackEnd) -> None:
-    """test_gpu_static.py contains the rejection of wrong values."""
+    """test_gpu_static.py tests a GPU with wrong values."""
     select._try_triton(torch.get_default_device())
