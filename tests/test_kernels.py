@@ -65,9 +65,10 @@ def test_forward_and_backward_compute_the_formulas(
     relu, has_residual, needs_residual = "relu" in flags, "residual" in flags, "grad_residual" in flags
     outer, channels, inner = sizes
     dy, x, residual = kernel_calls.draw(3, sizes, dtype)
-    weight, bias, *total_dy = kernel_calls.draw_per_channel(4, channels)
-    weight, bias, total_dy = weight.float(), bias.bfloat16(), payload.from_sums(torch.cat(total_dy))
-    n, wide_x, other_x = outer * inner + 5, x.double(), torch.randn(5, channels, dtype=torch.float64)
+    weight, bias, sum_dy, sum_dy_xmu = kernel_calls.draw_per_channel(4, channels)  # The sums are those of all ranks.
+    weight, bias = weight.float(), bias.bfloat16()
+    wide_x, other_x = x.double(), torch.randn(5, channels, dtype=torch.float64)
+    n = outer * inner + 5
     sum_x = wide_x.sum((0, 2)) + other_x.sum(0)
     sum_squares = wide_x.square().sum((0, 2)) + other_x.square().sum(0)
     mean = sum_x / n
@@ -87,18 +88,20 @@ def test_forward_and_backward_compute_the_formulas(
         y = y + residual
     kernel_calls.assert_elements_close(forward.y, y.relu() if relu else y)
 
-    options = {"relu": relu, "y": forward.y if has_residual else None, "needs_residual": needs_residual}
-    backward = run_backward(kernels, dy, x, forward.statistics, total_dy, weight=weight, **options)
+    total = payload.from_sums(torch.cat((sum_dy, sum_dy_xmu)))
+    relu_arguments = {"relu": relu, "y": forward.y if has_residual else None, "needs_residual": needs_residual}
+    backward = run_backward(kernels, dy, x, forward.statistics, total, weight=weight, **relu_arguments)
     wide_dy = dy.double()
     if relu:
         wide_dy = wide_dy * (forward.y > 0)
     kernel_calls.assert_sums_close(kernels, dtype, backward.payload, (wide_dy, wide_dy * xmu))
-    sum_dy, sum_dy_xmu = payload.sums(backward.payload).chunk(2)
-    torch.testing.assert_close(backward.grad_weight, sum_dy_xmu * invstd, rtol=1e-12, atol=0)
-    rounding = 2**-7 if is_interpreted(kernels) else 0
-    torch.testing.assert_close(backward.grad_bias, sum_dy.bfloat16(), rtol=rounding, atol=0)
-    mean_dy, mean_dy_xmu = (payload.sums(total_dy) / n).view(2, channels, 1)
-    grad_x = (wide_dy - mean_dy - xmu * invstd[:, None] ** 2 * mean_dy_xmu) * (invstd * weight)[:, None]
+    local_sum_dy, local_sum_dy_xmu = payload.sums(backward.payload).chunk(2)
+    torch.testing.assert_close(backward.grad_weight, local_sum_dy_xmu * invstd, rtol=1e-12, atol=0)
+    rounding = 2**-7 if is_interpreted(kernels) else 0  # The interpreter truncates to bfloat16.
+    torch.testing.assert_close(backward.grad_bias, local_sum_dy.bfloat16(), rtol=rounding, atol=0)
+    mean_dy, mean_dy_xmu = sum_dy / n, sum_dy_xmu / n
+    grad_x = wide_dy - mean_dy[:, None] - xmu * (invstd**2 * mean_dy_xmu)[:, None]
+    grad_x = grad_x * (invstd * weight)[:, None]
     kernel_calls.assert_elements_close(backward.grad_x, grad_x)
     if needs_residual:
         assert torch.equal(backward.grad_residual.double(), wide_dy)
