@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -44,28 +43,6 @@ def settings_of_torch() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip two steps that take half of the time of Triton's interpreter and change no result.
-
-    The interpreter checks each integer operation for overflow, but ignores the check without `debug`. In each function
-    call the interpreter patches Triton's language, although the launch has patched it.
-    """
-    import triton.language
-    from triton.runtime import interpreter
-
-    from syncbn.kernels import gpu_channels, gpu_tiles
-
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return function.rewrite()(*args, **kwargs)
-
-    options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
-    # The launch patches the modules among a kernel's globals. Triton's own functions need a patched `core`.
-    for module in (gpu_channels, gpu_tiles):
-        monkeypatch.setattr(module, "core", triton.language.core, raising=False)
-
-
 @pytest.fixture(params=["reference", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Return each back end, on whose device new tensors are. Triton's interpreter runs the GPU kernels on the CPU. The
@@ -83,8 +60,9 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if not (is_interpreted or torch.cuda.is_available()):
             pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
-        # Other versions of Triton may have other private names.
-        if is_interpreted and importlib.metadata.version("triton").startswith("3.6."):
+        if is_interpreted:
+            from kernel_calls import interpret_faster  # scripts/package.sh copies this file without kernel_calls.py
+
             interpret_faster(monkeypatch)
         with torch.device("cpu" if is_interpreted else "cuda"), warnings.catch_warnings():
             # NumPy warns of infinities and scalars in the interpreter.

@@ -1,14 +1,14 @@
-"""Call the kernels of a back end as one of several ranks, and compare the results with float64."""
+"""Call the kernels of a back end as a rank does, and compare the results with float64."""
 
-from typing import Any, TypeAlias
+import importlib.metadata
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from syncbn import payload
-from syncbn.kernels.interface import BackEnd, BackwardConfig, ForwardConfig, ReluMask
+from syncbn.kernels.interface import NO_BUFFERS, BackEnd, BackwardConfig, Buffers, ForwardConfig, ReluMask, Status
 from syncbn.kernels.layout import Layout
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -16,18 +16,41 @@ EPS = 1e-5
 Sizes: TypeAlias = tuple[int, int, int]  # outer, channels, inner
 
 TRITON = pytest.param("triton", marks=pytest.mark.triton)
-only_triton = pytest.mark.parametrize("kernels", [TRITON], indirect=True)
 only_cpu = pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
 
 
 def is_triton(kernels: BackEnd) -> bool:
-    return "gpu" in kernels.__name__
+    return kernels.__name__ == "syncbn.kernels.gpu"
 
 
 def is_interpreted(kernels: BackEnd) -> bool:
-    """Return whether Triton's interpreter runs the kernels. It truncates where GPUs round to a narrower dtype or to a
-    subnormal value."""
+    """Return whether Triton's interpreter runs the kernels. A GPU rounds values to bfloat16 and to subnormal values of
+    float16. The interpreter truncates them."""
     return is_triton(kernels) and torch.get_default_device().type == "cpu"
+
+
+def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip two steps that take half of the time of Triton's interpreter and change no result.
+
+    The interpreter checks each integer operation for overflow, but ignores the check without `debug`. In each function
+    call the interpreter patches Triton's language, although the launch has patched it.
+    """
+    if not importlib.metadata.version("triton").startswith("3.6."):
+        return  # Other versions may have other names.
+    import triton.language
+    from triton.runtime import interpreter
+
+    from syncbn.kernels import gpu_channels, gpu_tiles
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return function.rewrite()(*args, **kwargs)
+
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    # The launch patches the modules among a kernel's globals. Triton's own functions need a patched `core`.
+    for module in (gpu_channels, gpu_tiles):
+        monkeypatch.setattr(module, "core", triton.language.core, raising=False)
 
 
 def draw(num: int, sizes: Sizes, dtype: torch.dtype) -> list[Tensor]:
@@ -40,79 +63,106 @@ def draw_per_channel(num: int, num_channels: int) -> list[Tensor]:
     return list(torch.randn(num, num_channels, dtype=torch.float64).tanh())
 
 
-def forward_config(x: Tensor, eps: float = EPS, relu: bool = False, **others: Any) -> ForwardConfig:
-    return ForwardConfig(Layout.of(x, 1), x.dtype, x.device, eps, relu, **others)
+def identity_total(num_channels: int) -> Tensor:
+    """Return the total of a batch with mean 0 and variance 1. With eps = 0, y is then x * weight + bias."""
+    return payload.from_sums(torch.tensor([0.0, 1.0], dtype=torch.float64).repeat_interleave(num_channels), 1.0)
 
 
-def backward_config(x: Tensor, **others: Any) -> BackwardConfig:
-    return BackwardConfig(Layout.of(x, 1), x.dtype, x.device, **others)
+def forward_config(x: Tensor, **fields: Any) -> ForwardConfig:
+    return ForwardConfig(Layout.of(x, 1), x.dtype, x.device, **fields)
 
 
-def pad_trailer(sums: Tensor, num_channels: int) -> Tensor:
-    """Return a payload without a signature."""
-    return F.pad(sums, (0, payload.num_elements(num_channels) - len(sums)))
+def backward_config(x: Tensor, **fields: Any) -> BackwardConfig:
+    return BackwardConfig(Layout.of(x, 1), x.dtype, x.device, **fields)
 
 
-def forward(
-    kernels: BackEnd, x: Tensor, total: Tensor | None = None, eps: float = EPS, relu: bool = False,
+class ForwardResult(NamedTuple):
+    payload: Tensor
+    y: Tensor
+    statistics: Tensor
+
+
+class BackwardResult(NamedTuple):
+    payload: Tensor
+    grad_weight: Tensor  # float64
+    grad_bias: Tensor  # bfloat16
+    grad_x: Tensor | None
+    grad_residual: Tensor | None
+
+
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
+def run_forward(
+    kernels: BackEnd, x: Tensor, total: Tensor | None = None, *, eps: float = EPS, relu: bool = False,
     weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return S, Q and n of this rank; y; and the statistics. `total` is S, Q and n of all ranks, by default this
-    rank's."""
-    dtypes = {"weight_dtype": getattr(weight, "dtype", None), "bias_dtype": getattr(bias, "dtype", None)}
-    kernel = kernels.Forward(forward_config(x, eps, relu, has_residual=residual is not None, **dtypes))
-    sums = payload.sums_and_num_values(kernel.forward_sums(x))
-    total = pad_trailer(sums if total is None else total, x.shape[1])
-    y, statistics, _ = kernel.forward_outputs((x, weight, bias, residual), total)
-    return sums, y, statistics
-
-
-def backward(
-    kernels: BackEnd, dy: Tensor, saved: Any, total: Tensor | None = None, relu: bool = False, residual: bool = False
-) -> list[Tensor]:
-    """Return the sums of this rank; the gradients of weight (float64), bias (bfloat16) and x; and with `residual` that
-    of the residual. `saved` is x, weight, statistics and y. `total` is the sums of all ranks, by default this rank's.
-    """
-    x, weight, _, y = saved
-    config = backward_config(
-        x, relu_mask=(ReluMask.FROM_X if y is None else ReluMask.FROM_Y) if relu else ReluMask.NONE,
-        weight_dtype=getattr(weight, "dtype", None), grad_weight_dtype=torch.float64, grad_bias_dtype=torch.bfloat16,
-        needs_x=True, needs_residual=residual,
+    buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0, status_words: Status = None, single_rank: bool = False,
+) -> ForwardResult:  # fmt: skip
+    """Run a forward of this rank. `total` is the sum of the payloads of all ranks, by default of this rank alone."""
+    running_mean, running_var, counter = buffers
+    config = forward_config(
+        x, eps=eps, relu=relu, has_residual=residual is not None, weight_dtype=_dtype(weight), bias_dtype=_dtype(bias),
+        mean_dtype=_dtype(running_mean), var_dtype=_dtype(running_var), has_counter=counter is not None,
+        averages=momentum is None, single_rank=single_rank,
     )  # fmt: skip
-    kernel = kernels.Backward(config)
-    sums, grad_weight, grad_bias = kernel.backward_sums(dy, saved)
-    total = pad_trailer(payload.sums(sums) if total is None else total, x.shape[1])
-    grad_x, grad_residual = kernel.backward_outputs(dy, saved, total)
-    assert (grad_residual is not None) == residual
-    return [payload.sums(sums), grad_weight, grad_bias, grad_x, *([grad_residual] if residual else [])]
+    kernel = kernels.Forward(config)
+    local = kernel.forward_sums(x)
+    total = local if total is None else total
+    y, statistics, _ = kernel.forward_outputs((x, weight, bias, residual), total, buffers, momentum, status_words)
+    return ForwardResult(local, y, statistics)
 
 
-def forward_backward(kernels: BackEnd, dy: Tensor, x: Tensor, relu: bool = False, **tensors: Tensor) -> list[Tensor]:
-    """Return the results of `forward` and `backward` for a single rank. A relu after a residual is masked by y."""
-    sums, y, statistics = forward(kernels, x, relu=relu, **tensors)
-    masks_by_y = relu and "residual" in tensors
-    saved = x, tensors.get("weight"), statistics, y if masks_by_y else None
-    return [sums, y, statistics, *backward(kernels, dy, saved, relu=relu, residual=masks_by_y)]
+def run_backward(
+    kernels: BackEnd, dy: Tensor, x: Tensor, statistics: Tensor, total: Tensor | None = None, *, relu: bool = False,
+    y: Tensor | None = None, weight: Tensor | None = None, needs_x: bool = True, needs_residual: bool = False,
+    status_words: Status = None, single_rank: bool = False,
+) -> BackwardResult:  # fmt: skip
+    """Run a backward of this rank. The mask of a relu is computed from `y`, or from x if `y` is None."""
+    relu_mask = ReluMask.NONE
+    if relu:
+        relu_mask = ReluMask.FROM_X if y is None else ReluMask.FROM_Y
+    config = backward_config(
+        x, relu_mask=relu_mask, weight_dtype=_dtype(weight), grad_weight_dtype=torch.float64,
+        grad_bias_dtype=torch.bfloat16, needs_x=needs_x, needs_residual=needs_residual, single_rank=single_rank,
+    )  # fmt: skip
+    kernel, saved = kernels.Backward(config), (x, weight, statistics, y)
+    local, grad_weight, grad_bias = kernel.backward_sums(dy, saved)
+    gradients = kernel.backward_outputs(dy, saved, local if total is None else total, status_words)
+    return BackwardResult(local, grad_weight, grad_bias, *gradients)
 
 
-def sums_for(mean: Tensor, invstd: Tensor, num_values: float = 8.0) -> Tensor:
-    """Return S, Q and n of a batch with this mean and, if eps is 0, this invstd."""
-    mean_square = invstd**-2 + mean.square()
-    return torch.cat((mean * num_values, mean_square * num_values, torch.tensor([num_values], dtype=torch.float64)))
+def run_both(
+    kernels: BackEnd, dy: Tensor, x: Tensor, *, relu: bool = False, weight: Tensor | None = None,
+    residual: Tensor | None = None, single_rank: bool = False, **arguments: Any,
+) -> tuple[ForwardResult, BackwardResult]:  # fmt: skip
+    """Run forward and backward of this rank alone. A residual must have a relu. The other arguments are those of
+    `run_forward`."""
+    common = {"relu": relu, "weight": weight, "single_rank": single_rank}
+    forward = run_forward(kernels, x, residual=residual, **common, **arguments)
+    y, needs_residual = (None, False) if residual is None else (forward.y, True)
+    return forward, run_backward(kernels, dy, x, forward.statistics, y=y, needs_residual=needs_residual, **common)
+
+
+def assert_identical(actual: Any, expected: Any) -> None:
+    """Compare tensors, or tuples of tensors, without a tolerance. NaN equals NaN."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def assert_elements_close(actual: Tensor, expected: Tensor) -> None:
-    """Compare within some roundings of the result's dtype, or of float32, in which elements are computed."""
+    """Compare within some roundings of the dtype of `actual`. Kernels compute elements in float32 or float64."""
     assert not actual.isnan().any(), "an element was left unwritten"
     eps = torch.finfo(actual.dtype).eps
     torch.testing.assert_close(actual.double(), expected, rtol=eps, atol=32 * min(eps, torch.finfo(torch.float32).eps))
 
 
-def assert_sums_close(actual: Tensor, terms: tuple[Tensor, Tensor], dtype: torch.dtype, kernels: BackEnd) -> None:
-    """Compare with the packed sums of both terms. Some 16-bit terms, and in Triton float32 terms, are first added in
-    float32."""
+def assert_sums_close(kernels: BackEnd, dtype: torch.dtype, actual: Tensor, terms: tuple[Tensor, Tensor]) -> None:
+    """Compare the two sums of a payload with the sums of two float64 tensors, `terms`.
+
+    The error may be 1e-14 of the sum of the magnitudes, or 2^-22 if kernels add the first few values in float32.
+    """
     assert actual.dtype == torch.float64
-    in_float32 = dtype.itemsize == 2 or (dtype == torch.float32 and is_triton(kernels))
-    for sums, term in zip(actual.chunk(2), terms, strict=True):
-        allowed = (2.0**-22 if in_float32 else 1e-14) * term.abs().sum((0, 2))
+    uses_float32 = dtype.itemsize == 2 or (dtype == torch.float32 and is_triton(kernels))
+    for sums, term in zip(payload.sums(actual).chunk(2), terms, strict=True):
+        allowed = (2.0**-22 if uses_float32 else 1e-14) * term.abs().sum((0, 2))
         assert ((sums - term.sum((0, 2))).abs() <= allowed).all()

@@ -1,11 +1,12 @@
-"""A CPU plays a GPU: the host reads no total, and kernels store faults in status words.
+"""Let a CPU play a GPU: the host reads no total, and kernels store faults in status words.
 
-With TRITON_INTERPRET=1 Triton's interpreter runs the GPU kernels. Otherwise the C++ kernels compute, and the classes
-below store the faults.
+With TRITON_INTERPRET=1 Triton's interpreter runs the GPU kernels. Otherwise the C++ kernels compute, and the functions
+below do what GPU kernels do with status words.
 """
 
 import ctypes
 import importlib.util
+import math
 import os
 import sys
 from types import SimpleNamespace
@@ -13,27 +14,32 @@ from typing import Any
 
 import pytest
 from equal_to_torch import clear_kernel_caches
+from kernel_calls import interpret_faster
 from torch import Tensor
 
 from syncbn import kernel_cache, payload, torch_internals
-from syncbn.kernels import cpu, interface, select
-from syncbn.kernels.interface import BAD_ARGUMENT, ENDED, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER
+from syncbn.kernels import cpu, select
+from syncbn.kernels.interface import BAD_ARGUMENT, ENDED, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER, StatusWords
 from syncbn.payload import UNSIGNED
 from syncbn.ranks import report, watchdog
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
 
-def check_trailer(total: Tensor, needs_two_values: bool, words: interface.StatusWords) -> bool:
-    """Store the fault of a total, like `check_trailer` in gpu_channels.py. Return whether any total has had a fault."""
-    n, count, num_signed, signatures, squares = total[payload.TRAILER].tolist()
+def check_trailer(total: Tensor, needs_two_values: bool, words: StatusWords) -> bool:
+    """Store the fault of a total, like `check_trailer` in gpu_channels.py. Return whether there is or was a fault."""
+    num_values, count, num_signed, signature_sum, square_sum = total[payload.TRAILER].tolist()
     host_words = (ctypes.c_int64 * 3).from_address(words.host_address)
     device_word = ctypes.c_int64.from_address(words.device_address)
-    if words.call_id:  # A kernel of the backward reads this id.
+    if words.call_id:
         ctypes.c_double.from_address(words.call_id).value = count // max(1, num_signed) % payload.NUM_IDS
-    kind = ONE_VALUE if needs_two_values and n == 1 else 0
-    kind = BAD_ARGUMENT if n != n else kind
-    kind = RANKS_DIFFER if num_signed * squares != signatures**2 else kind
+    kind = 0
+    if num_signed * square_sum != signature_sum**2:
+        kind = RANKS_DIFFER
+    elif math.isnan(num_values):
+        kind = BAD_ARGUMENT
+    elif needs_two_values and num_values == 1:
+        kind = ONE_VALUE
     if kind and not device_word.value:
         device_word.value = host_words[FAULT] = words.sequence_number * 4 + kind
     if words.sequence_number > 0:
@@ -41,13 +47,13 @@ def check_trailer(total: Tensor, needs_two_values: bool, words: interface.Status
     return device_word.value != 0
 
 
-def check_finite(sums: Tensor, words: interface.StatusWords) -> None:
+def check_finite(sums: Tensor, words: StatusWords) -> None:
     host_words = (ctypes.c_int64 * 3).from_address(words.host_address)
     if words.sequence_number > 0 and not payload.sums(sums).isfinite().all():
         host_words[LOCAL_NOT_FINITE] = host_words[LOCAL_NOT_FINITE] or words.sequence_number
 
 
-def check_total(total: Tensor, needs_two_values: bool, words: interface.StatusWords, sums: Tensor | None) -> None:
+def check_total(total: Tensor, needs_two_values: bool, words: StatusWords, sums: Tensor | None) -> None:
     if check_trailer(total, needs_two_values, words):
         payload.num_values(total).zero_()
     if sums is not None:
@@ -61,19 +67,17 @@ class Forward(cpu.Forward):
             check_finite(sums, status_words)
         return sums
 
-    def forward_outputs(
-        self, inputs: Any, total: Tensor, buffers: Any = interface.NO_BUFFERS, momentum: Any = 0.0,
-        status_words: Any = None,
-    ) -> Any:  # fmt: skip
+    def forward_outputs(self, inputs: Any, total: Tensor, buffers: Any, momentum: Any, status_words: Any) -> Any:
         if status_words is not None and check_trailer(total, True, status_words):
-            buffers = [None if buffer is None else buffer.clone() for buffer in buffers]
+            buffers = [None if buffer is None else buffer.clone() for buffer in buffers]  # The originals do not change.
         return (*super().forward_outputs(inputs, total, buffers, momentum)[:2], True)
 
 
 class Backward(cpu.Backward):
     def backward_sums(self, dy: Tensor, saved: Any, signature: int = UNSIGNED, call_id: Tensor | None = None) -> Any:
-        is_signed = signature != UNSIGNED and call_id is not None
-        return super().backward_sums(dy, saved, signature + int(call_id) if is_signed else signature)
+        if signature != UNSIGNED and call_id is not None:
+            signature += int(call_id)
+        return super().backward_sums(dy, saved, signature)
 
     def backward_outputs(self, dy: Tensor, saved: Any, total: Tensor, status_words: Any = None) -> Any:
         if status_words is not None:
@@ -84,16 +88,18 @@ class Backward(cpu.Backward):
 def play(
     monkeypatch: pytest.MonkeyPatch, poll_seconds: float = 0.05, answer_seconds: float = report.ANSWER_SECONDS
 ) -> SimpleNamespace:
-    """Place all tensors on a GPU until the end of the test. Return the GPU. `gpu.stream` is the handle of the current
-    stream, or None while the stream captures a CUDA graph."""
-    gpu = SimpleNamespace(stream=0)
-    back_end = importlib.import_module("syncbn.kernels.gpu") if IS_INTERPRETED else sys.modules[__name__]
-    is_built = IS_INTERPRETED or cpu.load() is None
+    """Treat all tensors as tensors of a GPU until the end of the test. Return the GPU: `gpu.stream` is the handle of
+    the current stream, or None while the stream captures a CUDA graph."""
+    gpu, back_end = SimpleNamespace(stream=0), sys.modules[__name__]
+    is_available = IS_INTERPRETED or cpu.load() is None
+    if IS_INTERPRETED:
+        interpret_faster(monkeypatch)
+        back_end = importlib.import_module("syncbn.kernels.gpu")
     clear_kernel_caches(monkeypatch)
     for target, name, value in (
         (Tensor, "is_cuda", True), (Tensor, "is_cpu", False),
         (select, "checks_totals", lambda device: True), (select, "check_total", back_end.check_total),
-        (kernel_cache, "fast_path_back_end", lambda config: back_end if is_built else None),
+        (kernel_cache, "fast_path_back_end", lambda config: back_end if is_available else None),
         (torch_internals, "stream_handle", lambda device: gpu.stream),
         (watchdog, "POLL_SECONDS", poll_seconds), (report, "ANSWER_SECONDS", answer_seconds),
     ):  # fmt: skip

@@ -1,112 +1,200 @@
-"""Tests that the GPU kernels compile without spills, narrow loads and needless float64. No GPU is needed."""
+"""Tests compilations, launches and machine code of a training step on a GPU. No GPU is needed."""
 
 import os
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from equal_to_torch import clear_kernel_caches
+from kernel_calls import run_both
 from torch import Tensor
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-from gpu_static import Launch, read, recorded, table
+import triton
+from gpu_static import Launch, read, recorded, stand_in_driver, table
 
-from syncbn.kernels import gpu
-from syncbn.kernels.interface import BackwardConfig, ForwardConfig, Layout
+import syncbn
+from syncbn import kernel_cache
+from syncbn.kernels import gpu, gpu_channels, gpu_tiles, select
 
-Launches = tuple[list[Launch], list[Launch]]
+# Launches
+
+# Channels and sizes of the layers of a ResNet-50 for 224 x 224 pixels.
+RESNET = [(64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7)]
+
+
+def clear_triton_caches() -> None:
+    for function in (*vars(gpu_channels).values(), *vars(gpu_tiles).values()):
+        if isinstance(function, triton.JITFunction):
+            function.device_caches.clear()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Treat CPU tensors as tensors of an H100. Return the names of launched kernels, which are compiled but not run."""
+    names: list[str] = []
+    driver = stand_in_driver(90, lambda source, metadata, *arguments: names.append(metadata.name))
+    monkeypatch.setattr(gpu, "compiled_kernels", {})
+    monkeypatch.setattr(kernel_cache, "fast_path_back_end", lambda config: gpu)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    clear_kernel_caches(monkeypatch)
+    clear_triton_caches()
+    yield names
+    clear_kernel_caches(monkeypatch)
+    clear_triton_caches()
+
+
+def step(channels: int, size: int, channels_last: bool, batch: int = 8) -> None:
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.empty(batch, channels, size, size, dtype=torch.bfloat16).to(memory_format=memory_format)
+    syncbn.SyncBatchNorm2d(channels)(x.requires_grad_()).backward(x.detach())
+
+
+@pytest.mark.parametrize(("channels_last", "num_compiled"), [(True, 6), (False, 10)])
+@pytest.mark.parametrize(("num_ranks", "num_launches"), [(1, [6]), (2, [7, 8])])  # 7 if each sum has a single part
+def test_a_resnet_compiles_and_launches_as_few_kernels_as_documented(
+    launched: list[str], request: pytest.FixtureRequest, num_ranks: int, num_launches: list[int], channels_last: bool,
+    num_compiled: int,
+) -> None:  # fmt: skip
+    """Kernels are compiled for dtypes and layouts, not for each size. An all_reduce needs another kernel."""
+    if num_ranks > 1:
+        request.getfixturevalue("fake_group")
+        num_compiled += 2
+    for batch, (channels, size) in enumerate(RESNET, start=4):
+        launched.clear()
+        step(channels, size, channels_last, batch)
+        assert len(launched) in num_launches, launched
+    assert len(gpu.compiled_kernels) == num_compiled, "update the docstring of gpu.py"
+
+
+@pytest.mark.parametrize("offsets", [(0, 1), (1, 0)])
+def test_a_tensor_at_an_unaligned_address_gets_its_own_kernel(launched: list[str], offsets: tuple[int, int]) -> None:
+    """A kernel that is compiled for addresses that are multiples of 16 would fail at other addresses."""
+    storage, num_compiled = torch.empty(1 + 8 * 32), []
+    for offset in offsets:
+        syncbn.SyncBatchNorm1d(32)(storage[offset:][: 8 * 32].view(8, 32))
+        num_compiled.append(len(gpu.compiled_kernels))
+    assert num_compiled[0] < num_compiled[1]
+
+
+def test_a_profiled_step_launches_the_same_kernels(launched: list[str], fake_group: dist.ProcessGroup) -> None:
+    """A profiler must measure the step that trains."""
+    step(64, 28, channels_last=True)
+    expected = launched.copy()
+    launched.clear()
+    with torch.profiler.profile(acc_events=True) as profile:
+        step(64, 28, channels_last=True)
+    assert launched == expected
+    names = {event.name for event in profile.events()}
+    assert {"syncbn.forward", "_StepBackward"} <= names
+    assert not any(name.startswith("syncbn::") for name in names), "the step has called operators"
+
+
+def test_a_gpu_whose_kernels_write_nothing_is_rejected(launched: list[str]) -> None:
+    with pytest.raises(RuntimeError, match=r"the kernels compute wrong values: expected .* got"):
+        select._try_triton(torch.device("cpu"))
+    assert launched
+
+
+# Machine code
 
 
 @pytest.mark.parametrize(
     ("capability", "shape", "dtypes"),
     [
         (90, "32x64x112x112", ["float32", "bfloat16"]),
-        (90, "32x2048x7x7", ["float32", "bfloat16"]),  # loads of a single value, because 49 is odd
+        (90, "32x2048x7x7", ["bfloat16"]),
         (80, "32x512x14x14", ["float32"]),
         (86, "32x256x56x56", ["bfloat16"]),
         (120, "32x2048x7x7", ["float32"]),
     ],
 )
 def test_kernels_load_wide_and_spill_no_registers(capability: int, shape: str, dtypes: list[str]) -> None:
-    """The rows of the table that scripts/gpu_static.py prints."""
-    for case, function, code, programs in table(capability, [shape], dtypes):
+    """The kernels that write outputs use no float64. scripts/gpu_static.py prints the same table."""
+    for case, function, code, programs_at_once in table(capability, [shape], dtypes):
         row = function, case, code
-        assert not code.spills, row
-        assert (code.float64, code.conversions) == (0, 0) or not function.endswith("_outputs"), row
-        values_per_load = 1 if case.shape[-1] == 7 and not case.channels_last else 4
+        assert code.spills == 0, row
+        if function.endswith("_outputs"):
+            assert code.float64 == code.conversions == 0, row
+        loads_single_values = case.shape[-1] == 7 and not case.channels_last  # because 7 * 7 is not a multiple of 4
+        values_per_load = 1 if loads_single_values else 4
         assert code.widest_load == values_per_load * getattr(torch, case.dtype).itemsize, row
-        assert programs >= 3, row
+        assert programs_at_once >= 3, row
 
 
 def compile_step(
-    capability: int, x: Tensor, parameter: torch.dtype = torch.float32, residual: bool = False
-) -> Launches:
-    """Return all launches of forward and backward with a relu; and the four that cover the whole tensor."""
-    weight, running_mean, z = x.new_empty(x.shape[1], dtype=parameter), x.new_empty(x.shape[1]), x if residual else None
-    layout = Layout.of(x, 1), x.dtype, x.device
-    config = ForwardConfig(*layout, 1e-5, True, residual, parameter, parameter, x.dtype, x.dtype)
-    needs = {"needs_x": True, "needs_residual": residual}
+    capability: int, x: Tensor, parameter_dtype: torch.dtype = torch.float32, has_residual: bool = False
+) -> list[Launch]:
+    """Return the launches of forward and backward with a relu."""
+    weight, running_mean = x.new_empty(x.shape[1], dtype=parameter_dtype), x.new_empty(x.shape[1])
+    tensors = {"weight": weight, "bias": weight, "residual": x if has_residual else None}
     with recorded(capability) as (module, launches):
-        forward = module.Forward(config)
-        backward = module.Backward(BackwardConfig(*layout, config.relu_mask, parameter, parameter, parameter, **needs))
-        sums, buffers = forward.forward_sums(x), (running_mean, running_mean, None)
-        y, statistics, _ = forward.forward_outputs((x, weight, weight, z), sums, buffers)
-        saved = x, weight, statistics, y if residual else None
-        sums, _, _ = backward.backward_sums(x, saved)
-        backward.backward_outputs(x, saved, sums)
-        return [*launches], [launch for launch in launches if "TILES" in launch.arguments]
+        run_both(module, x, x, relu=True, buffers=(running_mean, running_mean, None), **tensors)
+        return [*launches]
+
+
+def of_whole_tensors(launches: list[Launch]) -> list[Launch]:
+    """Return the launches that process all values, not per-channel values."""
+    return [launch for launch in launches if "TILES" in launch.arguments]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "capability", "dtype", "parameter", "residual"),
+    ("sizes", "capability", "dtype", "parameter_dtype", "has_residual"),
     [
         ((64, 64, 3136), 75, torch.float16, torch.float32, True),
         ((64, 512, 4), 80, torch.float32, torch.bfloat16, True),
-        ((3, 8, 49), 80, torch.float32, torch.bfloat16, True),  # 49 is not a multiple of 4.
         ((64, 64, 3136), 90, torch.bfloat16, torch.float32, True),
         ((1, 1, 1), 90, torch.bfloat16, torch.float32, True),
-        ((4, 8, 25), 90, torch.float64, torch.float64, True),
-        ((100352, 64), 90, torch.float32, torch.float32, False),  # Without a residual x gives the mask of the relu.
+        ((4, 8, 25), 90, torch.float64, torch.float64, True),  # 25 is not a multiple of 4.
+        ((100352, 64), 90, torch.float32, torch.float32, False),  # The mask of the relu is computed from x.
         ((32, 2048, 49), 90, torch.float32, torch.float32, False),
     ],
     ids=str,
 )
 def test_kernels_add_in_a_fixed_order_and_divide_no_element(
-    sizes: tuple[int, ...], capability: int, dtype: torch.dtype, parameter: torch.dtype, residual: bool
+    sizes: tuple[int, ...], capability: int, dtype: torch.dtype, parameter_dtype: torch.dtype, has_residual: bool
 ) -> None:
+    """A fixed order of additions gives the same bits in each run."""
     x = torch.empty(sizes, dtype=dtype, device="meta")
-    launches, tile_launches = compile_step(capability, x, parameter, residual)
+    launches = compile_step(capability, x, parameter_dtype, has_residual)
     assert len(launches) <= 4 + 4
     for launch in launches:
-        assert not re.search(r"\b(atom|red)\.", launch.assembly()), "the order of atomic operations changes results"
-    for launch in tile_launches:
-        assert residual or not read(launch).spills
+        assert not re.search(r"\b(atom|red)\.", launch.assembly()), "atomic additions have no fixed order"
+    for launch in of_whole_tensors(launches):
+        if not has_residual:  # The table above has no mask that is computed from x.
+            assert read(launch).spills == 0
         if launch.metadata.name != "partial_sums":
             assert dtype == torch.float64 or ".f64" not in launch.assembly()
             assert "div.rn.f" not in launch.assembly()
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_running_stats_are_rounded_as_in_torch(capability: int) -> None:
-    """No product is fused with a sum, because torch operations of another rank round both."""
-    launches, _ = compile_step(capability, torch.empty((64, 64, 49), device="meta"))
+def test_running_statistics_are_computed_without_fused_multiply_add() -> None:
+    """A rank that uses torch operations rounds each product and each sum, and must get the same running statistics."""
+    launches = compile_step(90, torch.empty((64, 64, 49), device="meta"))
     (launch,) = [launch for launch in launches if launch.metadata.name == "forward_channels"]
     operations = {*re.findall(r"\b(fma\S*|mul\S*|add\S*|sub\S*)\.f64", launch.assembly())}
     assert operations == {"mul.rn", "add.rn", "sub.rn"}, "without .rn the assembler may fuse"
 
 
 @pytest.mark.parametrize("sizes", [(2**31 - 1, 1, 1), (1, 1, 2**31 + 5), (2**17, 2**10, 2**6)], ids=str)
-def test_offsets_beyond_int32_have_64_bits(sizes: tuple[int, ...]) -> None:
-    _, tile_launches = compile_step(90, torch.empty(sizes, device="meta"))
-    assert len(tile_launches) == 4
-    assert all(re.search(r"(mad\.lo|mul\.lo|mul\.wide)\S*64", launch.assembly()) for launch in tile_launches)
+def test_offsets_of_large_tensors_have_64_bits(sizes: tuple[int, ...]) -> None:
+    launches = of_whole_tensors(compile_step(90, torch.empty(sizes, device="meta")))
+    assert len(launches) == 4
+    for launch in launches:
+        assert re.search(r"(mad\.lo|mul\.lo|mul\.wide)\S*64", launch.assembly())
 
 
 @pytest.mark.parametrize("divisor", [2, 3, 5, 7, 49, 98, 784, 12544, 2**20, 2**30 + 1])
 def test_a_multiplication_and_a_shift_divide_exactly(divisor: int) -> None:
+    """Kernels divide the index of a row, which is less than 2^31, by a constant that is passed as an int32."""
     multiplier, bit_shift = gpu._magic_division(divisor)
     assert -(2**31) <= multiplier < 2**31
-    for n in (0, 1, divisor - 1, divisor, divisor + 1, 12345 * divisor - 1, 12345 * divisor, 2**31 - 1):
-        assert n >= 2**31 or (n * (multiplier % 2**32) >> 32) >> bit_shift == n // divisor
+    for n in (0, 1, divisor - 1, divisor, divisor + 1, 2**31 - 1, (2**31 - 1) // divisor * divisor - 1):
+        assert (n * (multiplier % 2**32) >> 32) >> bit_shift == n // divisor

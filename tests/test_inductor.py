@@ -1,4 +1,4 @@
-"""Tests that Inductor compiles synchronised layers without copies of inputs, and fuses relu where it may."""
+"""Tests that compiled graphs copy no input of the operators, fuse a relu where they may, and work with torch.func."""
 
 import contextlib
 import copy
@@ -19,7 +19,7 @@ from syncbn.kernels import cpu
 
 pytestmark = [
     pytest.mark.skipif(bool(cpu.load()), reason="needs a C++ compiler"),
-    # Inductor calls deprecated functions of torch (torch 2.13, November 2026).
+    # Inductor of torch 2.13 calls deprecated functions of torch.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor"),
 ]
 needs_torch_213 = pytest.mark.skipif(
@@ -29,35 +29,24 @@ needs_torch_213 = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def without_caches(**options: object) -> Iterator[None]:
-    """Compile again: both caches may contain graphs that were compiled with other rules for the operators."""
+    """Compile again, because the caches may contain graphs that were compiled with other rules for the operators."""
     torch._dynamo.reset()
     with config.patch(fx_graph_cache=False, **options), functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
 @needs_torch_213
-@pytest.mark.parametrize(
-    ("memory_format", "is_forced", "is_padded"),
-    [
-        (torch.contiguous_format, False, False),
-        (torch.channels_last, False, True),
-        (torch.contiguous_format, True, True),
-    ],
-    ids=str,
-)
-def test_no_input_of_an_operator_is_copied(
-    fake_group: dist.ProcessGroup, memory_format: torch.memory_format, is_forced: bool, is_padded: bool
-) -> None:
-    """On GPUs Inductor makes convolutions channels last (`is_forced`) and pads channels (`is_padded`). Operators with
-    torch.Tag.flexible_layout would copy each padded dy, and the expanded dy of the pooling once for each operator."""
+@pytest.mark.parametrize("gpu_layouts", [False, True])
+def test_no_input_of_an_operator_is_copied(fake_group: dist.ProcessGroup, gpu_layouts: bool) -> None:
+    """On GPUs Inductor makes convolutions channels last and pads channels. Operators with torch.Tag.flexible_layout
+    would copy each padded dy, and also the expanded dy of the pooling, once for each operator."""
     torch.manual_seed(0)
     first = nn.Conv2d(3, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.ReLU()
     second = nn.Conv2d(8, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.Hardswish(), nn.Conv2d(8, 4, 3, bias=False)
     model = nn.Sequential(*first, *second, syncbn.SyncBatchNorm2d(4), nn.AdaptiveAvgPool2d(1))
-    model, x = (value.to(memory_format=memory_format) for value in (model, torch.randn(2, 3, 12, 12)))
-    eager, compiled = copy.deepcopy(model), torch.compile(model, fullgraph=True)
-    layout = {"layout_optimization": is_forced, "force_layout_optimization": is_forced}
-    padding = {"comprehensive_padding": is_padded, "disable_padding_cpu": False, "padding_stride_threshold": 16}
+    x, eager, compiled = torch.randn(2, 3, 12, 12), copy.deepcopy(model), torch.compile(model, fullgraph=True)
+    layout = {"layout_optimization": gpu_layouts, "force_layout_optimization": gpu_layouts}
+    padding = {"comprehensive_padding": gpu_layouts, "disable_padding_cpu": False, "padding_stride_threshold": 16}
     with without_caches(**layout, **padding):
         output, [forward] = run_and_get_code(compiled, x)
         _, [backward] = run_and_get_code(lambda: output.sin().sum().backward())
@@ -65,8 +54,8 @@ def test_no_input_of_an_operator_is_copied(
         with torch.profiler.profile(acc_events=True) as profile:
             compiled(x).sin().sum().backward()
     eager(x).sin().sum().backward()
-    for actual, parameter in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, parameter.grad, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-4, atol=1e-5)
     # The name of a generated loop lists its operations. The name of a copy lists only operations that read the copy.
     readers = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)_v4"
     assert not re.findall(rf"cpp_fused(?:_(?:{readers}))+_\d+\b", forward + backward)
@@ -81,17 +70,17 @@ def test_no_input_of_an_operator_is_copied(
 @pytest.mark.parametrize(
     ("memory_format", "dtype"), [(torch.contiguous_format, torch.float32), (torch.channels_last, torch.bfloat16)]
 )
-def test_a_relu_is_fused_with_the_bits_of_eager(
+def test_a_relu_is_fused_with_the_bits_of_an_eager_model(
     fake_group: dist.ProcessGroup, memory_format: torch.memory_format, dtype: torch.dtype
 ) -> None:
-    """The relu is fused in forward and backward, and in a graph without a backward."""
+    """Relu and its gradient propagate NaN. The relu is also fused in a graph without a backward."""
     torch.manual_seed(0)
     layers = [syncbn.SyncBatchNorm2d(6, momentum=momentum) for momentum in (0.1, None)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(inplace=True)).to(dtype)
     x = torch.randn(3, 6, 5, 7, dtype=dtype).to(memory_format=memory_format).requires_grad_()
-    x.data[0, 0, 0, 0] = math.nan  # relu and its gradient propagate NaN
+    x.data[0, 0, 0, 0] = math.nan
     dy = torch.randn_like(x)
-    results, codes = [], []
+    results = []
     for call in (model, torch.compile(copy.deepcopy(model), fullgraph=True)):
         with without_caches():
             y, forward = run_and_get_code(call, x)
@@ -99,16 +88,14 @@ def test_a_relu_is_fused_with_the_bits_of_eager(
             with torch.no_grad():
                 z, inference = run_and_get_code(call, x)
         results.append([y, z, *gradients, *call.buffers()])
-        codes = [*forward, *backward, *inference]
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
-    assert len(codes) == 3
-    assert "backward_sums" in codes[1]
-    for code in codes:
+    assert "backward_sums" in backward[0]
+    for (code,) in (forward, backward, inference):
         assert not re.findall(r"cpp_fused\w*(?:relu|threshold|where_self)|aten\.(?:relu|threshold)", code)
 
 
 @needs_torch_213
-def test_a_relu_is_not_fused_if_another_operation_reads_y_or_it_is_a_relu6(fake_group: dist.ProcessGroup) -> None:
+def test_a_relu6_is_not_fused_nor_a_relu_if_another_operation_reads_y(fake_group: dist.ProcessGroup) -> None:
     layers, x = nn.ModuleList(syncbn.SyncBatchNorm1d(5) for _ in range(2)), torch.randn(8, 5, requires_grad=True)
 
     def function(layers: nn.ModuleList, x: Tensor) -> Tensor:
@@ -124,21 +111,20 @@ def test_a_relu_is_not_fused_if_another_operation_reads_y_or_it_is_a_relu6(fake_
     torch.testing.assert_close((y, gradient), (expected, expected_gradient))
 
 
-@pytest.mark.parametrize("names", ["x", "z", "weight", "x bias"])
-@pytest.mark.parametrize("others_require_grad", [False, True])
-def test_torch_func_in_a_graph_equals_eager(names: str, others_require_grad: bool) -> None:
-    """A Function sees which inputs require gradients outside of torch.func, but not those that it differentiates."""
+@pytest.mark.parametrize("names", [["z"], ["weight"], ["x", "bias"]], ids=" ".join)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_torch_func_in_a_graph_equals_eager(names: list[str], requires_grad: bool) -> None:
+    """The loss is differentiated by the tensors `names`. The other tensors may require gradients of torch.autograd."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     shapes = {"x": (4, 3, 5), "z": (4, 3, 5), "weight": (3,), "bias": (3,)}
-    values = {name: torch.randn(shape) for name, shape in shapes.items()}
-    outside = {name: value.clone().requires_grad_(others_require_grad) for name, value in values.items()}
+    tensors = {name: torch.randn(shape, requires_grad=requires_grad) for name, shape in shapes.items()}
 
     def loss(inputs: dict[str, Tensor]) -> Tensor:
-        x, z, weight, bias = (outside | inputs).values()
+        x, z, weight, bias = (tensors | inputs).values()
         y = syncbn.functional.sync_batch_norm(x, None, None, weight, bias, training=True, z=z, fuse_relu=True)
         return y.sin().sum()
 
-    inputs, gradient = {name: values[name] for name in names.split()}, torch.func.grad(loss)
+    inputs, gradient = {name: tensors[name].detach() for name in names}, torch.func.grad(loss)
     compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(inputs), gradient(inputs), rtol=1e-4, atol=1e-5)

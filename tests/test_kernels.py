@@ -1,130 +1,135 @@
-"""Tests that every back end computes the formulas of step.py, compared with float64 for all dtypes and awkward sizes.
+"""Tests that every back end computes the formulas of docs/how_it_works.md, for all dtypes and for awkward sizes.
 
-Kernels only see tensors: a test passes them the sums of all ranks, without a process group. test_triton.py tests what
-only Triton's kernels do.
+A test calls the kernels as a rank does. It issues no all_reduce, but adds the payload of another rank itself.
+test_triton.py tests status words.
 """
 
 import itertools
+import math
 import sys
 from typing import Any
 
-import kernel_calls as calls
+import kernel_calls
 import pytest
 import torch
 from jobs import run
-from kernel_calls import DTYPES, EPS, TRITON, Sizes, is_triton, only_cpu
+from kernel_calls import DTYPES, EPS, Sizes, is_interpreted, only_cpu, run_backward, run_both, run_forward
 from oracle import HARD_INPUTS, full_batch, hard_case, relative_error
 from torch import Tensor
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerActivity, profile
 
 from syncbn import payload
-from syncbn.kernels import cpu, reference
-from syncbn.kernels.interface import BackEnd
+from syncbn.kernels import cpu, interface, reference
+from syncbn.kernels.interface import BackEnd, ReluMask
 from syncbn.statistics import from_sums, unpack, update_buffers
 
-# C++ loops over runs (the adjacent values of a channel) of 32 values or more, otherwise over rows; it joins up to 16
-# rows of fewer than 64 values into a long row. Triton loops over tiles of 2,048 values of one channel, or of a span of
-# 32 or 64 adjacent channels. A part is the share of the tensor that one partial sum adds.
+# Sizes are (outer, channels, inner). cpu.cpp processes runs of contiguous values of a channel if inner is at least 32,
+# and otherwise rows, of which short ones are combined. gpu_tiles.py processes spans of 32 or 64 channels if inner is 1,
+# and otherwise a channel in each program. Large tensors are divided into parts, whose partial sums are added.
 SIZES = [
-    (5, 2, 49),  # C++: a run that is not a whole number of vectors. Triton: rows of one value.
-    (70, 2, 37), (40, 1, 60),  # Triton: rows of one value, and of four values; two parts
-    (9, 3, 31),  # C++: rows with 31 columns of each of three channels
-    (140, 17, 1),  # C++: short rows, and a long row that is not full. Triton: two parts, a span that is not full.
-    (9, 70, 1),  # C++: long rows that are not whole vectors. Triton: three spans of 32 channels.
+    (5, 2, 49),  # 49 is not a multiple of any vector length.
+    (70, 2, 37),  # Triton: two parts, and loads of a single value
+    (40, 1, 60),  # Triton: two parts, and loads of four values
+    (140, 17, 1),  # C++: the last of the combined rows are incomplete. Triton: two parts, and an incomplete span.
+    (9, 70, 1),  # C++: a row is not a whole number of vectors. Triton: three spans of 32 channels.
     (9, 100, 1),  # Triton: two spans of 64 channels
-    (7, 3, 1), (1, 1, 1),  # C++: fewer rows than a long row joins
     (0, 3, 4), (3, 2, 0), (3, 0, 2), (4, 0, 40),  # empty ranks
 ]  # fmt: skip
-CPU_SIZES = [
-    (4, 3, 63), (2, 5, 1000), (9, 256, 1),  # 63 is not a multiple of any vector length.
-    (600, 3, 40), (100, 350, 3),  # two parts of runs, and of rows; (100, 350, 3) and the next have several blocks
-    (9, 2100, 1), (3, 150, 31), (2, 2100, 32),
-    (2, 9000, 1), (2, 9000, 0),  # need scratch memory
+CPP_SIZES = [
+    (9, 3, 31), (4, 3, 63), (2, 5, 1000), (9, 256, 1),  # rows and runs with and without a remainder
+    (7, 3, 1),  # fewer rows than are combined
+    (600, 3, 40), (100, 350, 3),  # two parts
+    (9, 2100, 1), (3, 150, 31), (2, 2100, 32),  # several blocks of channels
+    (2, 9000, 1), (2, 9000, 0),  # scratch memory
 ]  # fmt: skip
-OPTIONS = ["no options", "residual", "relu", "relu, residual", "relu, residual, grad_residual"]
+OPTIONS = ["", "residual", "relu", "relu residual", "relu residual grad_residual"]
 
 
-def pairs(back_end: str, all_sizes: list[Sizes]) -> list[Any]:
-    """Return a case for every size and dtype. The options rotate, so that each dtype meets each option."""
+def cases(back_end: str, all_sizes: list[Sizes]) -> list[Any]:
+    """Return a case for every size and dtype. The options alternate, so that each dtype meets each option."""
     marks = [pytest.mark.triton] if back_end == "triton" else []
-    return [
-        pytest.param(back_end, sizes, dtype, OPTIONS[(i + j) % len(OPTIONS)], marks=marks)
-        for (i, sizes), (j, dtype) in itertools.product(enumerate(all_sizes), enumerate(DTYPES))
-    ]
+    combinations = zip(itertools.product(all_sizes, DTYPES), itertools.cycle(OPTIONS), strict=False)
+    return [pytest.param(back_end, sizes, dtype, options, marks=marks) for (sizes, dtype), options in combinations]
 
 
-CASES = [case for name in ("reference", "chunks", "operators", "triton") for case in pairs(name, SIZES)]
+CASES = [case for back_end in ("reference", "chunks", "operators", "triton") for case in cases(back_end, SIZES)]
+CASES += cases("cpu", SIZES + CPP_SIZES)
 
 
-@pytest.mark.parametrize(
-    ("kernels", "sizes", "dtype", "options"), CASES + pairs("cpu", SIZES + CPU_SIZES), indirect=["kernels"], ids=str
-)
+@pytest.mark.parametrize(("kernels", "sizes", "dtype", "options"), CASES, indirect=["kernels"], ids=str)
 def test_forward_and_backward_compute_the_formulas(
     kernels: BackEnd, sizes: Sizes, dtype: torch.dtype, options: str
 ) -> None:
-    """Another rank has five values in each channel."""
-    relu, residual, needs_residual = (name in options for name in ("relu", "residual", "grad_residual"))
-    (dy, x, z), (outer, channels, inner) = calls.draw(3, sizes, dtype), sizes
-    weight, bias, *total_dy = calls.draw_per_channel(4, channels)
-    weight, bias, total_dy = weight.float(), bias.bfloat16(), torch.cat(total_dy)
-    wide, other_rank = x.double(), torch.randn(5, channels, dtype=torch.float64)
-    n = torch.tensor([outer * inner + 5.0], dtype=torch.float64)
-    sums = wide.sum((0, 2)) + other_rank.sum(0), wide.square().sum((0, 2)) + other_rank.square().sum(0)
-    statistics = from_sums(torch.cat((*sums, n)), EPS)
-    mean, _, invstd, _ = unpack(statistics[:, None], channels)
-    xmu = wide - mean
+    """Another rank contributes five values per channel to the totals."""
+    flags = options.split()
+    relu, has_residual, needs_residual = "relu" in flags, "residual" in flags, "grad_residual" in flags
+    outer, channels, inner = sizes
+    dy, x, residual = kernel_calls.draw(3, sizes, dtype)
+    weight, bias, sum_dy, sum_dy_xmu = kernel_calls.draw_per_channel(4, channels)  # The sums are those of all ranks.
+    weight, bias = weight.float(), bias.bfloat16()
+    wide_x, other_x = x.double(), torch.randn(5, channels, dtype=torch.float64)
+    n = outer * inner + 5
+    sum_x = wide_x.sum((0, 2)) + other_x.sum(0)
+    sum_squares = wide_x.square().sum((0, 2)) + other_x.square().sum(0)
+    mean = sum_x / n
+    var = sum_squares / n - mean**2
+    invstd = (var + EPS).rsqrt()
+    xmu = wide_x - mean[:, None]
 
-    tensors = {"weight": weight, "bias": bias, "residual": z if residual else None}
-    local_sums, y, actual = calls.forward(kernels, x, torch.cat((*sums, n)), relu=relu, **tensors)
-    calls.assert_sums_close(local_sums[:-1], (wide, wide.square()), dtype, kernels)
-    assert local_sums[-1] == outer * inner
-    torch.testing.assert_close(actual[: len(statistics)], statistics, rtol=1e-12, atol=1e-12)
-    expected = xmu * invstd * weight[:, None] + bias[:, None] + (z.double() if residual else 0)
-    calls.assert_elements_close(y, expected.relu() if relu else expected)
+    tensors = {"weight": weight, "bias": bias, "residual": residual if has_residual else None}
+    total = payload.from_sums(torch.cat((sum_x, sum_squares)), n)
+    forward = run_forward(kernels, x, total, relu=relu, **tensors)
+    kernel_calls.assert_sums_close(kernels, dtype, forward.payload, (wide_x, wide_x.square()))
+    assert payload.num_values(forward.payload) == outer * inner
+    expected_statistics = mean, var, invstd, torch.tensor([n], dtype=torch.float64)
+    torch.testing.assert_close(unpack(forward.statistics, channels), expected_statistics, rtol=1e-12, atol=1e-12)
+    y = xmu * (invstd * weight)[:, None] + bias[:, None]
+    if has_residual:
+        y = y + residual
+    kernel_calls.assert_elements_close(forward.y, y.relu() if relu else y)
 
-    saved = x, weight, actual, y if relu and residual else None
-    results = calls.backward(kernels, dy, saved, total_dy, relu, needs_residual)
-    local_sums, grad_weight, grad_bias, grad_x, *grad_residual = results
-    wide_dy = dy.double() * (y > 0) if relu else dy.double()
-    calls.assert_sums_close(local_sums, (wide_dy, wide_dy * xmu), dtype, kernels)
-    torch.testing.assert_close(grad_weight, local_sums[channels:] * invstd.view(-1), rtol=1e-12, atol=0)
-    rounding = 2**-7 if calls.is_interpreted(kernels) else 0
-    torch.testing.assert_close(grad_bias, local_sums[:channels].bfloat16(), rtol=rounding, atol=0)
-    assert grad_bias.data_ptr() != local_sums.data_ptr() or not channels
-    mean_dy, mean_dy_xmu = (total_dy[:, None] / n).chunk(2)
-    calls.assert_elements_close(grad_x, (wide_dy - mean_dy - xmu * invstd**2 * mean_dy_xmu) * invstd * weight[:, None])
-    assert all(torch.equal(grad.double(), wide_dy) for grad in grad_residual)
-
-
-# Relus
-
-
-def test_relu_passes_nan_outputs_with_their_gradients_and_stops_nan_gradients_elsewhere(kernels: BackEnd) -> None:
-    """Like torch's relu: a NaN in dy does not pass where the output is 0, and dy passes where the output is NaN."""
-    nan, statistics = float("nan"), torch.tensor([0.0] + [1.0] * 6, dtype=torch.float64)
-    dy, y = torch.tensor([nan, 2.0, 3.0]).view(1, 1, 3), torch.tensor([0.0, nan, 1.0]).view(1, 1, 3)
-    assert calls.backward(kernels, dy, (torch.zeros_like(dy), None, statistics, y), relu=True)[0][0] == 5.0
-    _, out, _ = calls.forward(kernels, y - 1, torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64), 0.0, relu=True)
-    torch.testing.assert_close(out.flatten(), torch.tensor([0.0, nan, 0.0]), equal_nan=True)
+    total = payload.from_sums(torch.cat((sum_dy, sum_dy_xmu)))
+    relu_arguments = {"relu": relu, "y": forward.y if has_residual else None, "needs_residual": needs_residual}
+    backward = run_backward(kernels, dy, x, forward.statistics, total, weight=weight, **relu_arguments)
+    wide_dy = dy.double()
+    if relu:
+        wide_dy = wide_dy * (forward.y > 0)
+    kernel_calls.assert_sums_close(kernels, dtype, backward.payload, (wide_dy, wide_dy * xmu))
+    local_sum_dy, local_sum_dy_xmu = payload.sums(backward.payload).chunk(2)
+    torch.testing.assert_close(backward.grad_weight, local_sum_dy_xmu * invstd, rtol=1e-12, atol=0)
+    rounding = 2**-7 if is_interpreted(kernels) else 0  # The interpreter truncates to bfloat16.
+    torch.testing.assert_close(backward.grad_bias, local_sum_dy.bfloat16(), rtol=rounding, atol=0)
+    mean_dy, mean_dy_xmu = sum_dy / n, sum_dy_xmu / n
+    grad_x = wide_dy - mean_dy[:, None] - xmu * (invstd**2 * mean_dy_xmu)[:, None]
+    grad_x = grad_x * (invstd * weight)[:, None]
+    kernel_calls.assert_elements_close(backward.grad_x, grad_x)
+    if needs_residual:
+        assert torch.equal(backward.grad_residual.double(), wide_dy)
 
 
-# float16 rounds outputs near 0 to 0 if the weights are tiny.
+# With float16 and weights of 1e-7, outputs near 0 are rounded to 0.
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float16, 1e-7), *((dtype, 1.0) for dtype in DTYPES)], ids=str)
-@pytest.mark.parametrize("sizes", [(5, 2, 49), (9, 70, 1)], ids=str)
-def test_relu_masks_from_x_and_from_y_are_equal(
+@pytest.mark.parametrize("sizes", [(5, 2, 49), (9, 20, 1)], ids=str)
+def test_a_relu_is_masked_like_torchs_relu_from_x_and_from_y(
     kernels: BackEnd, sizes: Sizes, dtype: torch.dtype, scale: float
 ) -> None:
-    """All bits are equal, also where outputs are exactly 0 or NaN. Without a residual the mask is computed from x."""
-    (dy, x), channels = calls.draw(2, sizes, dtype), sizes[1]
-    x = (4 * x).round() / 4
-    x[0, 0, 0] = float("nan")
-    weight, bias = (scale * (4 * torch.stack(calls.draw_per_channel(2, channels))).round() / 4).float()
-    total = calls.sums_for(torch.zeros(channels, dtype=torch.float64), torch.ones(channels, dtype=torch.float64))
-    _, y, statistics = calls.forward(kernels, x, total, 0.0, weight=weight, bias=bias, relu=True)
-    from_x = calls.backward(kernels, dy, (x, weight, statistics, None), total[:-1], relu=True)
-    statistics_for_y = statistics[: 3 * channels + 4].clone()
-    from_y = calls.backward(kernels, dy, (x, weight, statistics_for_y, y), total[:-1], relu=True)
-    torch.testing.assert_close(from_x, from_y, rtol=0, atol=0, equal_nan=True)
+    """dy passes where y is NaN. Where y is 0, not even a NaN in dy passes. The mask has the same bits from x and from
+    y, so that compiled graphs may use either."""
+    dy, x = kernel_calls.draw(2, sizes, dtype)
+    parameters = torch.stack(kernel_calls.draw_per_channel(2, sizes[1]))
+    x, parameters = ((4 * tensor).round() / 4 for tensor in (x, parameters))  # so that some outputs are exactly 0
+    x[0, 0, 0] = math.nan
+    weight, bias = (scale * parameters).float()
+    options = {"eps": 0.0, "weight": weight, "bias": bias, "relu": True}
+    forward = run_forward(kernels, x, kernel_calls.identity_total(sizes[1]), **options)
+    assert forward.y[0, 0, 0].isnan()
+    dy[forward.y == 0] = math.nan
+    from_x = run_backward(kernels, dy, x, forward.statistics, weight=weight, relu=True, needs_residual=True)
+    assert torch.equal(from_x.grad_residual, dy.nan_to_num(0))
+    assert from_x.grad_bias.isfinite().all()
+    statistics = forward.statistics[: interface.num_statistics(sizes[1], ReluMask.FROM_Y)].clone()
+    from_y = run_backward(kernels, dy, x, statistics, weight=weight, relu=True, y=forward.y, needs_residual=True)
+    kernel_calls.assert_identical(from_x, from_y)
 
 
 # Extreme values
@@ -132,14 +137,13 @@ def test_relu_masks_from_x_and_from_y_are_equal(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_value_is_read_and_rounded_like_in_torch(kernels: BackEnd, dtype: torch.dtype) -> None:
-    """Also infinities and subnormal values. The products must be rounded, underflow and overflow."""
-    if dtype == torch.bfloat16 and calls.is_interpreted(kernels):
-        pytest.skip("the interpreter does not round")
-    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).expand(1, 4, -1).contiguous()
-    factors = torch.tensor([1.0, 1.2345, 3e-5, 40.0])
-    total = torch.tensor([0.0] * 4 + [1.0] * 5, dtype=torch.float64)
-    _, y, _ = calls.forward(kernels, values, total, 0.0, weight=factors)
-    torch.testing.assert_close(y, (values.float() * factors[:, None]).to(dtype), rtol=0, atol=0, equal_nan=True)
+    """The values include infinities, NaN and subnormal values. Some products are rounded, underflow or overflow."""
+    if dtype == torch.bfloat16 and is_interpreted(kernels):
+        pytest.skip("the interpreter truncates to bfloat16")
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).expand(1, 3, -1).contiguous()
+    weight = torch.tensor([1.2345, 3e-5, 40.0])
+    y = run_forward(kernels, x, kernel_calls.identity_total(3), eps=0.0, weight=weight).y
+    kernel_calls.assert_identical(y, (x.float() * weight[:, None]).to(dtype))
 
 
 @pytest.mark.parametrize("sizes", [(4, 1, 2000), (100, 80, 1)], ids=str)
@@ -148,42 +152,45 @@ def test_sums_of_16_bit_squares_are_exact(kernels: BackEnd, dtype: torch.dtype, 
     """With a mean of many standard deviations, the variance is a small difference of large squares."""
     torch.manual_seed(0)
     x = torch.randint(large, large + 2, sizes).to(dtype)
-    sums = calls.forward(kernels, x)[0]
-    if not is_triton(kernels):
-        assert torch.equal(sums[sizes[1] : -1], x.double().square().sum((0, 2)))
-    var = from_sums(sums, EPS)[sizes[1] : 2 * sizes[1]]
-    # In Triton the squares are of differences from a center, in float32.
+    local = run_forward(kernels, x).payload
+    if not kernel_calls.is_triton(kernels):  # Triton's kernels sum differences from a value near the mean, in float32.
+        assert torch.equal(payload.sums(local)[sizes[1] :], x.double().square().sum((0, 2)))
+    _, var, _, _ = unpack(from_sums(payload.sums_and_num_values(local), EPS), sizes[1])
     torch.testing.assert_close(var, x.double().var((0, 2), correction=0), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("case", HARD_INPUTS)
 def test_float32_errors_are_below_1e_6_of_the_largest_result(kernels: BackEnd, case: str) -> None:
-    """HARD_INPUTS are those for which formulas of batch norm lose digits."""
-    x, dy, weight, bias = given = hard_case(case, torch.float32)
-    expected = full_batch(*given)
-    x, dy, weight, bias = (tensor.to(torch.get_default_device()) for tensor in given)
-    _, y, _, _, grad_weight, _, grad_x = calls.forward_backward(kernels, dy, x, weight=weight, bias=bias)
-    for name, actual in {"output": y, "grad_weight": grad_weight, "grad_input": grad_x}.items():
+    tensors = hard_case(case, torch.float32)
+    expected = full_batch(*tensors)
+    x, dy, weight, bias = (tensor.to(torch.get_default_device()) for tensor in tensors)
+    forward, backward = run_both(kernels, dy, x, weight=weight, bias=bias)
+    results = {"output": forward.y, "grad_weight": backward.grad_weight, "grad_input": backward.grad_x}
+    for name, actual in results.items():
         assert relative_error(actual.cpu(), getattr(expected, name)) < 1e-6, name
 
 
-@pytest.mark.parametrize("kernels", ["cpu", TRITON], indirect=True)
+@pytest.mark.parametrize("kernels", ["cpu", kernel_calls.TRITON], indirect=True)
 @pytest.mark.parametrize("sizes", [(2**16 + 1, 2, 2**14), (2**28 + 1, 8, 1)], ids=str)
-def test_more_than_2_31_values(kernels: BackEnd, pytestconfig: pytest.Config, sizes: Sizes) -> None:
-    """The last values, whose offsets exceed int32, are in the sums, and their outputs are right."""
-    if not pytestconfig.getoption("--large"):
-        pytest.skip("takes 13 GB; --large")
+def test_values_with_offsets_beyond_int32_are_right(
+    kernels: BackEnd, pytestconfig: pytest.Config, sizes: Sizes
+) -> None:
+    """Only the last value is not 0."""
+    has_memory = pytestconfig.getoption("--large")
+    if kernel_calls.is_triton(kernels):
+        has_memory = not is_interpreted(kernels) and torch.cuda.mem_get_info()[0] > 20 * 2**30
+    if not has_memory:
+        pytest.skip("needs 13 GB, and on a CPU --large")
     torch.use_deterministic_algorithms(False)  # Otherwise torch would fill 13 GB with NaN first.
     x = torch.zeros(sizes, dtype=torch.float16)
     x[-1, -1, -1] = 3
-    expected = torch.zeros(2 * sizes[1] + 1, dtype=torch.float64)
-    expected[sizes[1] - 1], expected[2 * sizes[1] - 1], expected[-1] = 3, 9, x.numel() // sizes[1]
-    sums, y, statistics = calls.forward(kernels, x, eps=1.0)
-    torch.testing.assert_close(sums, expected)
-    assert (y[-1, -1, -1], y[-1, 0, -1], y[0, 0, 0]) == (3, 0, 0)
-    sums, _, _, grad_x = calls.backward(kernels, y, (x, None, statistics, None))
-    torch.testing.assert_close(sums, expected[:-1], rtol=1e-4, atol=1e-4)
-    assert [float(grad_x[-1, -1, -1]), float(grad_x[0, 0, 0])] == pytest.approx([3, 0], abs=1e-2)
+    sums = torch.zeros(2, sizes[1], dtype=torch.float64)
+    sums[:, -1] = torch.tensor([3, 3**2])
+    forward, backward = run_both(kernels, x, x, eps=1.0)
+    for local in (forward.payload, backward.payload):
+        torch.testing.assert_close(payload.sums(local), sums.flatten(), rtol=1e-4, atol=1e-4)
+    for result in (forward.y, backward.grad_x):
+        assert [float(result[-1, -1, -1]), float(result[0, 0, 0])] == pytest.approx([3, 0], abs=1e-2)
 
 
 # Memory and threads
@@ -193,53 +200,51 @@ def test_more_than_2_31_values(kernels: BackEnd, pytestconfig: pytest.Config, si
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(3, 2, 67), (35, 13, 1)], ids=str)
 def test_tensors_may_begin_at_any_address(kernels: BackEnd, dtype: torch.dtype, sizes: Sizes) -> None:
-    """Tensors that are mapped from a file may begin one byte after a multiple of the element size. (Unaligned loads are
+    """A tensor that is mapped from a file may begin one byte after a multiple of the element size. (Unaligned loads are
     undefined in C++, although the processor executes them; scripts/sanitize.sh finds those.)"""
 
-    def shifted(x: Tensor) -> Tensor:
-        buffer = bytearray(1 + x.numel() * x.itemsize)
-        return torch.frombuffer(buffer, dtype=x.dtype, offset=1).view(x.shape).copy_(x)
+    def shifted(tensor: Tensor) -> Tensor:
+        buffer = bytearray(1 + tensor.nbytes)
+        return torch.frombuffer(buffer, dtype=tensor.dtype, offset=1).view(tensor.shape).copy_(tensor)
 
-    aligned, results = [*calls.draw(3, sizes, dtype), *calls.draw_per_channel(4, sizes[1])], []
-    unaligned = [*map(shifted, aligned)]
+    aligned = [*kernel_calls.draw(3, sizes, dtype), *kernel_calls.draw_per_channel(2, sizes[1])]
+    unaligned = [shifted(tensor) for tensor in aligned]
     assert all(tensor.data_ptr() % tensor.itemsize for tensor in unaligned)
-    for x, dy, z, weight, bias, running_mean, running_var in (aligned, unaligned):
-        outputs = calls.forward_backward(kernels, dy, x, relu=True, weight=weight, bias=bias, residual=z)
-        update(kernels, outputs[0], running_mean, running_var, momentum=0.1)
-        results.append((*outputs, running_mean, running_var))
-    assert all(map(torch.equal, *results))
+    results = [
+        run_both(kernels, dy, x, relu=True, weight=weight, bias=bias, residual=residual)
+        for dy, x, residual, weight, bias in (aligned, unaligned)
+    ]
+    kernel_calls.assert_identical(*results)
 
 
-@pytest.mark.parametrize("kernels", ["cpu", TRITON], indirect=True)
-@pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000), (40, 5000, 1)], ids=str)
-def test_results_do_not_depend_on_the_number_of_threads(kernels: BackEnd, sizes: Sizes) -> None:
-    if calls.is_interpreted(kernels):
+@pytest.mark.parametrize("kernels", ["cpu", kernel_calls.TRITON], indirect=True)
+@pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (1, 3, 200_000), (40, 5000, 1)], ids=str)
+def test_results_are_equal_in_each_run_and_for_each_number_of_threads(kernels: BackEnd, sizes: Sizes) -> None:
+    if is_interpreted(kernels):
         pytest.skip("the interpreter runs one program after another")
-    dy, x = calls.draw(2, sizes, torch.float32)
-    results = []
-    for num_threads in (1, 1) if is_triton(kernels) else (1, 2, 3):
+    dy, x = kernel_calls.draw(2, sizes, torch.float32)
+    expected = run_both(kernels, dy, x)
+    for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
-        results.append(calls.forward_backward(kernels, dy, x))
-    for other in results[1:]:
-        assert all(map(torch.equal, other, results[0]))
+        kernel_calls.assert_identical(run_both(kernels, dy, x), expected)
 
 
 @only_cpu
-@pytest.mark.parametrize("sizes", [(3, 5, 300000), (70001, 64, 1), (70001, 68, 1), (2, 3, 750001), (2103, 2064, 1)])
+@pytest.mark.parametrize("sizes", [(3, 5, 300_000), (70_001, 64, 1), (70_001, 68, 1), (2103, 2064, 1)], ids=str)
 def test_outputs_that_bypass_the_caches_have_the_same_bits(kernels: BackEnd, sizes: Sizes) -> None:
-    """Outputs bypass the caches from 16 MB on if rows or runs are whole vectors."""
-    x, z, dy = (torch.randn(1 + sizes[0] * sizes[1] * sizes[2])[1:].view(sizes) for _ in range(3))
+    """Outputs of 16 MB or more bypass the caches, so they are compared with the outputs of some of their samples."""
+    # Without their first element the tensors are not aligned to vectors.
+    x, residual, dy = (torch.randn(1 + math.prod(sizes))[1:].view(sizes) for _ in range(3))
     weight = torch.randn(sizes[1])
-    results = calls.forward_backward(kernels, dy, x, relu=True, weight=weight, residual=z)
-    sums, y, statistics, sums_dy, _, _, *grads = results
-    for start in range(0, sizes[0], max(1, sizes[0] // 3)):
+    forward, backward = run_both(kernels, dy, x, relu=True, weight=weight, residual=residual)
+    for start in (0, sizes[0] // 3, sizes[0] - 1):
         part = slice(start, start + max(1, sizes[0] // 7))
-        assert x[part].nbytes < 16 << 20 <= x.nbytes
-        _, expected, _ = calls.forward(kernels, x[part], sums, relu=True, weight=weight, residual=z[part])
-        assert torch.equal(y[part], expected)
-        saved = x[part], weight, statistics, y[part]
-        _, _, _, *expected = calls.backward(kernels, dy[part], saved, sums_dy, relu=True, residual=True)
-        assert all(torch.equal(grad[part], grad_of_part) for grad, grad_of_part in zip(grads, expected, strict=True))
+        assert x[part].nbytes < 2**24 <= x.nbytes
+        y = run_forward(kernels, x[part], forward.payload, relu=True, weight=weight, residual=residual[part]).y
+        options = {"relu": True, "y": y, "weight": weight, "needs_residual": True}
+        gradients = run_backward(kernels, dy[part], x[part], forward.statistics, backward.payload, **options)
+        actual = forward.y[part], backward.grad_x[part], backward.grad_residual[part]
+        kernel_calls.assert_identical(actual, (y, gradients.grad_x, gradients.grad_residual))
 
 
 @pytest.mark.slow
@@ -249,85 +254,65 @@ def test_kernels_for_older_instruction_sets_pass_this_file(capability: str) -> N
     run(sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "cpu", ATEN_CPU_CAPABILITY=capability)
 
 
-@pytest.mark.parametrize("shape", [(40, 8, 64, 64), (1, 8, 512, 320), (163840, 8)])  # chunks of samples, columns, rows
-@pytest.mark.parametrize(("with_grad", "times"), [(False, 1), (True, 2)])  # the output, or a float64 copy of x
-def test_only_the_differentiated_reference_copies_whole_tensors_to_float64(
-    shape: tuple[int, ...], with_grad: bool, times: int
+# The chunks are several samples, a part of a sample, and several rows.
+@pytest.mark.parametrize("shape", [(40, 8, 8, 8), (1, 8, 64, 40), (2560, 8)], ids=str)
+def test_the_reference_makes_no_float64_copy_of_a_whole_tensor(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, profile = torch.zeros(shape), torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with profile, torch.set_grad_enabled(with_grad):
-        calls.forward_backward(reference, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
-    assert max(event.self_cpu_memory_usage for event in profile.events()) == times * x.nbytes
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 1024)
+    x = torch.zeros(shape)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as memory_profile, torch.no_grad():
+        run_both(reference, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
+    assert max(event.self_cpu_memory_usage for event in memory_profile.events()) == x.nbytes
 
 
-# Per-channel values: sums in, statistics out. The input of this rank is empty.
+# Statistics and signatures
 
 
-def test_no_values_give_no_nan_and_the_clamp_of_the_variance_keeps_nan(kernels: BackEnd) -> None:
-    """sum(x)^2 > n * sum(x^2) is only possible by rounding. The variance is then 0."""
-
-    def statistics(sums: list[float]) -> Tensor:
-        return calls.forward(kernels, torch.empty(0, len(sums) // 2, 1), torch.tensor(sums, dtype=torch.float64))[2]
-
-    mean, var, invstd, num_values = unpack(statistics([0.0] * 7), 3)
-    assert not any(part.any() for part in (mean, var, num_values))
-    torch.testing.assert_close(invstd, torch.full_like(mean, EPS**-0.5))
-    var = statistics([3.0, 3.0, 3.0 - 1e-12, float("nan"), 3.0])[2:4]
-    assert var[0] == 0
-    assert var[1].isnan()
+def test_the_variance_is_not_negative_and_keeps_nan(kernels: BackEnd) -> None:
+    """By rounding, the mean of the squares may be less than the square of the mean."""
+    total = payload.from_sums(torch.tensor([1.0, 1.0, 1.0 - 1e-12, math.nan], dtype=torch.float64), 1.0)
+    _, var, _, _ = unpack(run_forward(kernels, torch.empty(0, 2, 1), total).statistics, 2)
+    kernel_calls.assert_identical(var, torch.tensor([0.0, math.nan], dtype=torch.float64))
 
 
-def update(kernels: BackEnd, sums: Tensor, mean: Tensor, var: Tensor, *counters: Tensor, momentum: Any) -> None:
-    """Update the running statistics, and the counter if one is given, by a batch with these sums."""
-    x = torch.empty(0, len(sums) // 2, 1)
-    config = calls.forward_config(
-        x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None
-    )
-    buffers, total = (mean, var, *counters, None)[:3], calls.pad_trailer(sums, x.shape[1])
-    kernels.Forward(config).forward_outputs((x, None, None, None), total, buffers, momentum)
-
-
-@pytest.mark.parametrize("kernels", ["cpu", TRITON], indirect=True)
+@pytest.mark.parametrize("kernels", ["cpu", kernel_calls.TRITON], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 def test_running_statistics_have_the_bits_of_the_reference(
     kernels: BackEnd, dtype: torch.dtype, momentum: float | None
 ) -> None:
-    """Ranks may use different kernels. n = 1 leaves the variance unchanged, n = 0 also the mean. Autograd sees that the
-    buffers have changed."""
-    if dtype.itemsize == 2 and calls.is_interpreted(kernels):
-        pytest.skip("the interpreter does not round")
-    num_channels = 70 if is_triton(kernels) else 2100  # C++ processes 2,048 channels at once.
-    mean, invstd, *values = calls.draw_per_channel(4, num_channels)
-    counter, buffers, expected = torch.tensor(2), *([value.to(dtype, copy=True) for value in values] for _ in range(2))
-    for n in (3.0, 1e6, 1.0, 0.0):
-        before, sums = [buffer.clone() for buffer in buffers], calls.sums_for(mean, 1 + invstd.abs(), n)
-        update(kernels, sums, *buffers, counter, momentum=momentum)
-        update_buffers(*expected, None, from_sums(sums, EPS), 1 / counter.double() if momentum is None else momentum)
-        rounding = 1e-6 if calls.is_interpreted(kernels) else 0  # The interpreter passes the momentum in float32.
+    """Ranks may use different kernels, and must have identical running statistics. Autograd sees each update."""
+    if dtype.itemsize == 2 and is_interpreted(kernels):
+        pytest.skip("the interpreter truncates to bfloat16 and to subnormal values")
+    num_channels = 70 if kernel_calls.is_triton(kernels) else 2100  # cpu.cpp processes 2,048 channels at once.
+    mean, var, *initial = kernel_calls.draw_per_channel(4, num_channels)
+    buffers = [tensor.to(dtype, copy=True) for tensor in initial]
+    expected = [tensor.clone() for tensor in buffers]
+    counter, x = torch.tensor(2), torch.empty(0, num_channels, 1)  # Only the totals matter.
+    for num_values in (3.0, 1e6, 1.0, 0.0):  # n = 1 changes no running_var, and n = 0 also no running_mean.
+        total = payload.from_sums(torch.cat((mean, var.abs() + mean.square())) * num_values, num_values)
+        forward = run_forward(kernels, x, total, buffers=(*buffers, counter), momentum=momentum)
+        statistics = from_sums(payload.sums_and_num_values(total), EPS)
+        torch.testing.assert_close(forward.statistics, statistics, rtol=1e-12, atol=1e-12)
+        update_buffers(*expected, None, statistics, 1 / counter.double() if momentum is None else momentum)
+        rounding = 1e-6 if is_interpreted(kernels) else 0  # The interpreter passes the momentum in float32.
         torch.testing.assert_close(buffers, expected, rtol=rounding, atol=rounding)
-        assert n > 0 or torch.equal(buffers[0], before[0])
-        assert n > 1 or torch.equal(buffers[1], before[1])
-    assert counter == 6
-    assert all(buffer._version == 4 for buffer in (*buffers, counter))
+    assert counter == 2 + 4
+    assert all(tensor._version == 4 for tensor in (*buffers, counter))
 
 
-@pytest.mark.parametrize(
-    "sizes", [(4, 3, 5), (70, 3, 37)], ids=str
-)  # In Triton the sums of the first size have one part, of the second two.
-def test_every_back_end_signs_payloads_like_payload_sign(kernels: BackEnd, sizes: Sizes) -> None:
-    """A forward signs with its count, a backward with the id of the call. C++ kernels get a signature that contains the
-    id already."""
-    dy, x = calls.draw(2, sizes, torch.float32)
-    saved = x, None, torch.ones(13, dtype=torch.float64), None
-    sums = kernels.Forward(calls.forward_config(x)).forward_sums
-    grads = kernels.Backward(calls.backward_config(x)).backward_sums
-    unsigned, count = (sums(x), grads(dy, saved)[0]), 2**40 + 1
-    num_values = sizes[0] * sizes[2]
-    assert [sent[payload.TRAILER].tolist() for sent in unsigned] == [[num_values, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
-    for signature in (2**26 - 3, payload.UNSIGNED):
-        assert torch.equal(sums(x, signature, count), payload.sign(unsigned[0], signature, count))
-        for call_id in (None, 0, 200) if kernels is not cpu else (None,):
-            call_id = None if call_id is None else torch.tensor([call_id], dtype=torch.float64)
-            sent = grads(dy, saved, signature, call_id)[0]
-            assert torch.equal(sent, payload.sign(unsigned[1], signature, call_id=call_id))
+@pytest.mark.parametrize("sizes", [(4, 3, 5), (70, 3, 37)], ids=str)  # Triton: one part, and two parts
+def test_kernels_sign_payloads_like_payload_sign(kernels: BackEnd, sizes: Sizes) -> None:
+    """A forward signs with the count of the call, a backward with the id of the call."""
+    dy, x = kernel_calls.draw(2, sizes, torch.float32)
+    signature, count = 2**26 - 3, 2**40 + 1  # The signature is almost the largest. The count has more than 32 bits.
+    forward_sums = kernels.Forward(kernel_calls.forward_config(x)).forward_sums
+    assert torch.equal(forward_sums(x, signature, count), payload.sign(forward_sums(x), signature, count))
+    # cpu.py gets a signature that already contains the id.
+    call_id = None if kernels is cpu else torch.tensor([200], dtype=torch.float64)
+    backward_sums = kernels.Backward(kernel_calls.backward_config(x)).backward_sums
+    saved = x, None, torch.ones(3 * sizes[1] + 4, dtype=torch.float64), None
+    unsigned, _, _ = backward_sums(dy, saved)
+    signed, _, _ = backward_sums(dy, saved, signature, call_id)
+    assert torch.equal(signed, payload.sign(unsigned, signature, call_id=call_id))
