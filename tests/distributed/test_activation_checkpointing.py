@@ -1,0 +1,97 @@
+"""Tests that activation checkpointing changes no result, updates statistics once and repeats only the forward.
+
+Other layers fail here: pytorch#96136, pytorch#62471, fairscale#1035.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from training import CountCollectives, require_trains_as, shard, small_model, step
+from voting import Ranks
+
+import syncbn
+
+
+class Checkpointed(nn.Module):
+    """A block that saves its input only, and repeats its forward in backward."""
+
+    def __init__(self, block: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.use_reentrant = block, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+
+def block_and_input(ranks: Ranks) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(ranks.rank)
+    block = nn.Sequential(
+        nn.Conv2d(2, 4, 3), syncbn.SyncBatchNorm2d(4), nn.ReLU(inplace=True),
+        nn.Conv2d(4, 2, 3), syncbn.SyncBatchNorm2d(2, momentum=None, fuse_relu=True),
+    ).to(ranks.device)  # fmt: skip
+    return block, torch.randn(3, 2, 7, 7).to(ranks.device)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_no_bit(ranks: Ranks, use_reentrant: bool) -> None:
+    """test_guides.py has a policy that saves the results of the collectives instead."""
+    block, x = block_and_input(ranks)
+    checkpointed_block = copy.deepcopy(block)
+    checkpointed = Checkpointed(checkpointed_block, use_reentrant)
+    for _ in range(2):
+        with CountCollectives() as collectives:
+            actual = step(checkpointed, checkpointed_block, x)
+        torch.testing.assert_close(actual, step(block, block, x), rtol=0, atol=0)
+        assert collectives.total == 2 * 3  # Each of two layers runs two forwards and a backward.
+
+
+@pytest.mark.compiles
+def test_a_compiled_block_with_checkpointing_equals_an_eager_block(ranks: Ranks) -> None:
+    layer = syncbn.SyncBatchNorm2d(2, momentum=None, device=ranks.device)
+    compiled_layer = copy.deepcopy(layer)
+    checkpointed = Checkpointed(compiled_layer, use_reentrant=False)
+    compiled = torch.compile(checkpointed, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 2, 7, 7, generator=torch.Generator().manual_seed(ranks.rank)).to(ranks.device)
+    for _ in range(2):
+        torch.testing.assert_close(step(compiled, compiled_layer, x), step(layer, layer, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_a_wrapped_model_with_a_checkpointed_block_trains_like_one_process(ranks: Ranks, wrapper: str) -> None:
+    model = syncbn.convert_syncbn_model(small_model().to(ranks.device))
+    blocks = nn.Sequential(model[0], Checkpointed(model[1], use_reentrant=wrapper == "DDP"), *model[2:])
+    wrapped = DistributedDataParallel(blocks) if wrapper == "DDP" else shard(blocks, ranks)
+    require_trains_as(small_model().to(ranks.device), ranks, model, wrapped)
+
+
+# What ranks compare. On GPUs they raise at a later call.
+
+
+def losses_of(*layers: nn.Module) -> list[Tensor]:
+    """Return a loss of a checkpointed call of each layer."""
+    inputs = [torch.randn(4, 3, requires_grad=True) for _ in layers]
+    outputs = [checkpoint(layer, x, use_reentrant=False) for layer, x in zip(layers, inputs, strict=True)]
+    return [y.square().sum() for y in outputs]
+
+
+def test_backwards_of_different_calls_are_noticed_although_their_recomputes_pair(ranks: Ranks) -> None:
+    """The recompute is the same call on all ranks. Only the first forwards were different calls."""
+    layer = syncbn.SyncBatchNorm(3)
+    for order in ([0, 1], [1, 0]):  # The backwards may run in any order that is the same on all ranks.
+        losses = losses_of(layer, layer)
+        for index in order:
+            losses[index].backward()
+    losses = losses_of(layer, layer)
+    with pytest.raises(RuntimeError, match="the ranks differentiate different calls of a layer"):
+        losses[ranks.rank > 0].backward()
+
+
+def test_recomputes_of_different_layers_are_noticed(ranks: Ranks) -> None:
+    model = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
+    losses = losses_of(*model)
+    with pytest.raises(RuntimeError, match=r"rank 0: in layer '0' forward, call 2.*\n.*: in layer '1' forward, call 2"):
+        losses[ranks.rank > 0].backward()
