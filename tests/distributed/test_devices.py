@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import voting
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,11 +54,12 @@ def test_the_functional_forms_read_no_value(ranks: Ranks) -> None:
 
 def test_no_call_uses_the_default_device(ranks: Ranks) -> None:
     """Programs use torch.device("meta") to construct a model without memory."""
+    voting.world.replace_group()  # A new default group has no groups for an int yet.
     layer, x = syncbn.SyncBatchNorm1d(3, device=ranks.device), torch.randn(4, 3, device=ranks.device)
     with torch.device("meta"):
+        syncbn.create_syncbn_process_group(ranks.size)
         layer(x.requires_grad_()).sum().backward()
         sync_batch_stats(x)
-        syncbn.create_syncbn_process_group(1)
         with syncbn.accumulate_running_stats(layer):
             layer(x)
     assert layer.num_batches_tracked == 2
