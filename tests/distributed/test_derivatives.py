@@ -20,18 +20,18 @@ C = 3
 
 
 def function_of_statistics(x: Tensor, mean: Tensor, var: Tensor, count: Tensor | int) -> Tensor:
-    """Return a non-linear function of the statistics. It is expanded to the shape of x, so that the sum of a rank is
-    its share of the sum over the whole batch."""
+    """Return a non-linear function of the statistics, expanded to the shape of x: the sums of the ranks' results then
+    add up to the sum of the result on the whole batch."""
     return ((mean * var + mean) * count).view(-1, 1, 1).expand(x.shape)
 
 
 @dataclass
 class Batch:
-    """The batch of all ranks, the same on every rank, and a function to differentiate: batch norm or a function of
-    statistics. The function on the whole batch uses torch alone."""
+    """The batch of all ranks, the same on every rank, and the function to differentiate: batch norm, or a function of
+    statistics."""
 
     ranks: Ranks
-    num_tensors: int = 4  # how many of x (N, C, H, W), weight, bias and z the function takes
+    num_tensors: int = 4  # The function takes this many of x (N, C, H, W), weight, bias and z.
     sizes: tuple[int, ...] = (2, 3, 1, 2)  # samples of each rank
     masked: bool = False
     channels_last: bool = False
@@ -51,7 +51,7 @@ class Batch:
         self.tensors = [tensor.requires_grad_() for tensor in (x, weight, bias, z)[: self.num_tensors]]
 
     def whole(self, x: Tensor, weight: Any = None, bias: Any = None, z: Any = None) -> Tensor:
-        """Call the function on the whole batch."""
+        """Compute the function of the whole batch, by torch alone."""
         values = x.movedim(1, -1)[self.mask]  # (M, C)
         if self.uses_statistics:
             return function_of_statistics(x, values.mean(0), values.var(0, correction=0), len(values))
@@ -61,7 +61,7 @@ class Batch:
         return y.relu() if self.relu else y
 
     def synchronised(self, x: Tensor, weight: Any = None, bias: Any = None, z: Any = None) -> Tensor:
-        """Call the function on the samples of this rank."""
+        """Compute the function of this rank's samples by syncbn."""
         mask = self.mask[self.samples] if self.masked else None
         if self.uses_statistics:
             return function_of_statistics(x, *sync_batch_stats(x, mask=mask))
@@ -78,7 +78,8 @@ def gradient_penalty(gradients: Sequence[Tensor]) -> Tensor:
     return sum(gradient.square().sum() if gradient.ndim == 4 else gradient.sum() for gradient in gradients)
 
 
-# The ways to differentiate, and how many all_reduces of a batch norm they issue. A second derivative is not counted.
+# The ways to differentiate, and how many all_reduces of a batch norm they issue. None: a second derivative, which takes
+# different numbers for batch norm and for statistics.
 NUM_ALL_REDUCES = {"autograd.grad": 2, "create_graph": 3, "penalty": None, "func.grad": 3, "func.grad twice": None}
 
 
@@ -118,7 +119,7 @@ def differentiate(way: str, function: Callable[..., Tensor], tensors: Sequence[T
     ids=str,
 )
 def test_derivatives_equal_those_of_the_whole_batch(ranks: Ranks, way: str, options: dict[str, Any]) -> None:
-    """Gradients of weight and bias are summed over the ranks."""
+    """The gradients of weight and bias are equal after summing over the ranks."""
     batch = Batch(ranks, **options)
     expected = batch.local(differentiate(way, batch.whole, batch.tensors))
     local_tensors = [tensor.detach().clone().requires_grad_() for tensor in batch.local(batch.tensors)]

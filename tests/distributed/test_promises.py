@@ -29,7 +29,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs ranks rai
 def compare_with_one_rank(ranks: Ranks, *first_sizes: int) -> syncbn.SyncBatchNorm:
     """Compare a training step with that of one rank that holds the concatenated batch, and return the layer.
 
-    The first ranks have `first_sizes` samples, the other ranks 2 each.
+    `first_sizes`: how many samples the first ranks have. Every other rank has 2 samples.
     """
     sizes = [2] * ranks.size
     sizes[: len(first_sizes)] = first_sizes
@@ -61,11 +61,11 @@ def test_promise_1_w_ranks_equal_one(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("case", HARD_INPUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_promise_1_a_mean_of_many_standard_deviations_costs_float32_no_digit(
+def test_promise_1_holds_for_inputs_whose_sums_of_squares_lose_digits(
     ranks: Ranks, case: str, dtype: torch.dtype
 ) -> None:
-    """At mean / std = 1e4 sums of squares in float32 lose all digits of the variance. In float64 they lose a share of
-    1e-16 * (mean / std)^2, which is visible in float64 results only."""
+    """If mean / std is 1e4, sums of squares in float32 lose all digits of the variance. Sums in float64 lose 1e-16 *
+    (mean / std)^2 of the variance, which only results in float64 show."""
     errors = errors_of_one_step(case, dtype, syncbn.functional.sync_batch_norm, ranks.rank, ranks.size, ranks.device)
     bound = 1e-6 if dtype == torch.float32 else max(1e-12, 2e-15 * (1 + errors.mean_over_std**2))
     for name, error in errors.relative.items():
