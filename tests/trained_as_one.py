@@ -1,4 +1,4 @@
-"""Models, losses and a batch for tests of `syncbn.testing`, in a module because started ranks import functions."""
+"""Models, a loss and a batch for tests of `syncbn.testing`. They are in a module, from which the ranks import them."""
 
 import os
 
@@ -23,27 +23,25 @@ def model() -> nn.Module:
 
 def partly_converted_model() -> nn.Module:
     """Return a model whose last layer alone is synchronised."""
-    model = local_model()
-    syncbn.convert_syncbn_model(model[6])
-    return model
+    local = local_model()
+    syncbn.convert_syncbn_model(local[6])
+    return local
 
 
 def frozen_model() -> nn.Module:
-    """Return a partly converted model. The layer that is not converted is in evaluation mode, so it may be local."""
-    model = partly_converted_model()
-    model[1].eval()
-    return model
+    """Return a partly converted model whose local layer is in evaluation mode."""
+    partly_converted = partly_converted_model()
+    partly_converted[1].eval()
+    return partly_converted
 
 
 def built_model() -> nn.Module:
-    """Return a model whose layers do not revert to nn.BatchNorm: the first was not converted, and the second was
-    converted from torch's own synchronised layer."""
+    """Return a model whose layers cannot be reverted to nn.BatchNorm."""
     first, second = syncbn.SyncBatchNorm(3), syncbn.convert_syncbn_model(nn.SyncBatchNorm(3))
     return nn.Sequential(first, second, nn.Conv2d(3, 1, 8), nn.Flatten(0))
 
 
 def model_by_node() -> nn.Module:
-    """Return a model that synchronises the ranks of a node."""
     return syncbn.convert_syncbn_model(local_model(), process_group=int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
@@ -73,8 +71,7 @@ class OwnLoss(nn.Module):
 
 
 def doubling_model() -> nn.Module:
-    """Return a model whose synchronised layers double their outputs, also in one process. Only the reverted model, of
-    nn.BatchNorm, is right."""
+    """Return a model whose synchronised layers double their outputs on any number of ranks. nn.BatchNorm does not."""
     forward = syncbn.SyncBatchNorm.forward
     syncbn.SyncBatchNorm.forward = lambda *args: 2 * forward(*args)
     return model()

@@ -50,17 +50,6 @@ def test_checkpointing_changes_no_bit(ranks: Ranks, use_reentrant: bool) -> None
     assert collectives.total == 2 * 3  # Each of two layers runs two forwards and a backward.
 
 
-@pytest.mark.compiles
-def test_a_compiled_block_with_checkpointing_equals_an_eager_block(ranks: Ranks) -> None:
-    layer = syncbn.SyncBatchNorm2d(2, momentum=None, device=ranks.device)
-    compiled_layer = copy.deepcopy(layer)
-    checkpointed = Checkpointed(compiled_layer, use_reentrant=False)
-    compiled = torch.compile(checkpointed, backend="aot_eager", fullgraph=True)
-    x = torch.randn(3, 2, 7, 7, generator=torch.Generator().manual_seed(ranks.rank)).to(ranks.device)
-    for _ in range(2):
-        torch.testing.assert_close(step(compiled, compiled_layer, x), step(layer, layer, x), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_a_wrapped_model_with_a_checkpointed_block_trains_like_one_process(ranks: Ranks, wrapper: str) -> None:
     model = syncbn.convert_syncbn_model(small_model().to(ranks.device))

@@ -15,7 +15,7 @@ import syncbn
 
 
 @pytest.mark.parametrize("option", [{BROADCAST_BUFFERS: False}, {"static_graph": True}], ids=str)
-def test_training_equals_one_process(ranks: Ranks, option: dict[str, bool]) -> None:
+def test_a_model_under_ddp_trains_like_one_process(ranks: Ranks, option: dict[str, bool]) -> None:
     model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
     require_trains_as(small_model().to(ranks.device), ranks, model, DistributedDataParallel(model, **option))
     assert all(row.last_step == f"synchronised over {ranks.size} ranks" for row in syncbn.summary(model))
@@ -32,20 +32,18 @@ def test_rank_0_validates_alone_and_no_rank_communicates(ranks: Ranks) -> None:
     assert ddp.module.training
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_several_forwards_before_a_backward(ranks: Ranks, training: bool) -> None:
-    """In evaluation F.batch_norm saves the buffers for its backward, and up to torch 2.12 DDP's broadcast in the second
-    forward changes them (https://github.com/pytorch/pytorch/issues/24397). So the evaluation is without broadcast."""
-    model = nn.Sequential(nn.Linear(3, 3), syncbn.SyncBatchNorm1d(3)).to(ranks.device).train(training)
-    ddp = DistributedDataParallel(model, **{BROADCAST_BUFFERS: training})
-    x = torch.randn(4, 3, device=ranks.device)
+def test_ddp_may_run_several_forwards_before_a_backward(ranks: Ranks) -> None:
+    """DDP's broadcast in the second forward changes the buffers, which the backward of the first one must not need
+    (https://github.com/pytorch/pytorch/issues/24397)."""
+    model = nn.Sequential(nn.Linear(3, 3), syncbn.SyncBatchNorm1d(3)).to(ranks.device)
+    ddp, x = DistributedDataParallel(model), torch.randn(4, 3, device=ranks.device)
     (ddp(x) + ddp(x)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_all_ranks_skip_a_step_in_which_one_rank_overflows(ranks: Ranks) -> None:
-    """GradScaler checks the gradients of its own rank only. Even without DDP, the layer's backward sends the infinite
-    sums of rank 0 to all ranks."""
+    """GradScaler checks the gradients of its own rank. The layer sends the infinite sums of rank 0 to all ranks, so
+    this works even without DDP."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), syncbn.SyncBatchNorm1d(4)).to(ranks.device)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler(ranks.device.type, 2.0**10)
@@ -62,7 +60,7 @@ def test_all_ranks_skip_a_step_in_which_one_rank_overflows(ranks: Ranks) -> None
 
 
 @pytest.mark.parametrize("broadcasts", [False, True])  # A process warns once, so False comes first.
-def test_a_warning_if_ddp_broadcasts_buffers_between_groups(ranks: Ranks, broadcasts: bool) -> None:
+def test_ddp_that_broadcasts_buffers_between_groups_causes_a_warning(ranks: Ranks, broadcasts: bool) -> None:
     """Without the warning, the broadcast would overwrite the running statistics of the second group in silence."""
     if ranks.size < 4:
         pytest.skip("needs two groups of two ranks")
@@ -74,7 +72,7 @@ def test_a_warning_if_ddp_broadcasts_buffers_between_groups(ranks: Ranks, broadc
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="all tensors on a GPU can be shared")
-def test_a_warning_if_processes_may_share_the_buffers(ranks: Ranks) -> None:
+def test_buffers_that_processes_may_share_cause_a_warning(ranks: Ranks) -> None:
     """torch.multiprocessing.spawn moves a model that is passed to it to shared memory, and a conversion keeps that
     memory. A deep copy has its own memory, and does not warn."""
     model, x = nn.Sequential(nn.BatchNorm1d(3)).share_memory(), torch.randn(4, 3)

@@ -16,8 +16,9 @@ from voting import Ranks
 import syncbn
 
 pytestmark = pytest.mark.skipif(int(os.environ.get("WORLD_SIZE", "1")) % 2 == 1, reason="a pipeline of two ranks")
-WIDTH, NUM_MICRO_BATCHES, NUM_SAMPLES = 6, 4, 3  # NUM_SAMPLES: of a rank in a micro-batch
-# All schedules of torch, and the stages that rank 0 and rank 1 of a pipeline hold.
+WIDTH, NUM_MICRO_BATCHES = 6, 4
+NUM_SAMPLES = 3  # samples of a rank in a micro-batch
+# All schedules of torch 2.13, and the stages that rank 0 and rank 1 of a pipeline hold.
 SCHEDULES = {
     "ScheduleGPipe": ((0,), (1,)),
     "Schedule1F1B": ((0,), (1,)),
@@ -95,4 +96,5 @@ def test_a_layer_that_synchronises_with_ranks_of_other_stages_is_refused(
             forward(group_of_several_stages)
     forward(dp)
     forward(1)
-    syncbn.convert_syncbn_model(nn.Sequential(make_stage(0), make_stage(1)).to(ranks.device))(x)  # in no pipeline
+    # A model outside of a pipeline may synchronise over all ranks.
+    syncbn.convert_syncbn_model(nn.Sequential(make_stage(0), make_stage(1)).to(ranks.device))(x)

@@ -98,7 +98,7 @@ def test_promise_2_one_collective_each_way(ranks: Ranks, mode: Callable[[], Any]
 
 
 # More: test_fuzz.py, test_recipes.py (ranks that run out of data).
-def test_promise_3_uneven_and_empty_ranks(ranks: Ranks) -> None:
+def test_promise_3_uneven_and_empty_ranks_are_exact(ranks: Ranks) -> None:
     """Uneven ranks and empty ranks are exact. A step without a value on any rank changes only num_batches_tracked and
     makes no NaN; gradients of empty inputs are empty, not None."""
     compare_with_one_rank(ranks, 5, 1)
@@ -116,7 +116,7 @@ def test_promise_3_uneven_and_empty_ranks(ranks: Ranks) -> None:
 
 
 # More: test_running_stats.py (statistics over several batches), test_recipes.py.
-def test_promise_4_running_statistics_are_the_same_bits(ranks: Ranks) -> None:
+def test_promise_4_running_statistics_have_the_same_bits_on_all_ranks(ranks: Ranks) -> None:
     """Running statistics are bit-identical on all ranks of the layer's group, updated in place (never rebound), once
     per step."""
     layer = syncbn.SyncBatchNorm(C, device=ranks.device)
@@ -136,7 +136,7 @@ def test_promise_4_running_statistics_are_the_same_bits(ranks: Ranks) -> None:
 
 # More: test_fuzz.py (with a mask), test_conversion.py (without running statistics), test_layer.py.
 def test_promise_5_evaluation_is_local(ranks: Ranks) -> None:
-    """eval() never communicates and is F.batch_norm."""
+    """Evaluation never communicates, and computes F.batch_norm with the running statistics."""
     layer = syncbn.SyncBatchNorm(C, device=ranks.device)
     layer(torch.randn(4, C, device=ranks.device))
     x = torch.randn(2 + ranks.rank, C, 5, device=ranks.device)
@@ -149,7 +149,9 @@ def test_promise_5_evaluation_is_local(ranks: Ranks) -> None:
 
 # More: test_fuzz.py.
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_promise_6_dtypes(ranks: Ranks, dtype: torch.dtype) -> None:
+def test_promise_6_outputs_have_the_dtype_of_the_input_and_buffers_keep_theirs(
+    ranks: Ranks, dtype: torch.dtype
+) -> None:
     """The output has the input's dtype. Batch statistics are never below float32: bfloat16 would round the mean here,
     1 + 2^-8, to 1. A buffer keeps its dtype and is rounded once, when written."""
     layer = syncbn.SyncBatchNorm(C, momentum=1.0, device=ranks.device)
@@ -177,7 +179,7 @@ def test_promise_7_checkpoints_load_both_ways(ranks: Ranks) -> None:
 # More: test_errors.py (all messages), test_arguments.py; test_status.py (GPUs).
 @on_cpu
 def test_promise_8_a_bad_argument_is_raised_on_every_rank(ranks: Ranks) -> None:
-    """A bad argument is a ValueError or TypeError with the values and the remedy, in eager mode on every rank; on a GPU
+    """A bad argument is a ValueError or TypeError with the values and the remedy, in eager mode on every rank. On GPUs
     the other ranks raise at a later call."""
     layer, last = syncbn.SyncBatchNorm(C), ranks.size - 1
     message = "expected 3 channels in dim 1 of the input, got 4 .*; correct num_features"

@@ -40,10 +40,10 @@ def layer_and_input(ranks: Ranks, **options: object) -> tuple[syncbn.SyncBatchNo
 @pytest.mark.parametrize("use_operator", [False, True])
 @pytest.mark.parametrize("uses_all_to_all", [False, True])
 def test_the_total_has_the_same_bits_on_all_ranks(ranks: Ranks, uses_all_to_all: bool, use_operator: bool) -> None:
-    """If it had not, the running statistics of the ranks would differ. With all_to_all_single every rank adds the
+    """Otherwise the running statistics of the ranks would drift apart. With all_to_all_single every rank adds the
     payloads in the order of the ranks."""
     generator = torch.Generator().manual_seed(0)
-    # 1001 is not a multiple of 2, 3 or 4 ranks.
+    # 1001 elements cannot be split evenly over 2, 3 or 4 ranks.
     payloads = torch.randn(ranks.size, 1001, dtype=torch.float64, generator=generator).to(ranks.device)
     all_to_all_size = ranks.size if uses_all_to_all else 0
     total = collective.all_reduce(payloads[ranks.rank].clone(), dist.group.WORLD, all_to_all_size, use_operator)
