@@ -27,19 +27,12 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
 
 
-def block_and_input(ranks: Ranks) -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(ranks.rank)
-    block = nn.Sequential(
-        nn.Conv2d(2, 4, 3), syncbn.SyncBatchNorm2d(4), nn.ReLU(inplace=True),
-        nn.Conv2d(4, 2, 3), syncbn.SyncBatchNorm2d(2, momentum=None, fuse_relu=True),
-    ).to(ranks.device)  # fmt: skip
-    return block, torch.randn(3, 2, 7, 7).to(ranks.device)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_changes_no_bit(ranks: Ranks, use_reentrant: bool) -> None:
     """The collectives of the forward are repeated. test_guides.py has a policy that saves their results instead."""
-    block, x = block_and_input(ranks)
+    block = syncbn.convert_syncbn_model(small_model()[:2]).to(ranks.device)
+    x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float64)
+    x = x.to(ranks.device)
     checkpointed_block = copy.deepcopy(block)
     checkpointed = Checkpointed(checkpointed_block, use_reentrant)
     for _ in range(2):
@@ -53,7 +46,8 @@ def test_checkpointing_changes_no_bit(ranks: Ranks, use_reentrant: bool) -> None
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_a_wrapped_model_with_a_checkpointed_block_trains_like_one_process(ranks: Ranks, wrapper: str) -> None:
     model = syncbn.convert_syncbn_model(small_model().to(ranks.device))
-    blocks = nn.Sequential(model[0], Checkpointed(model[1], use_reentrant=wrapper == "DDP"), *model[2:])
+    use_reentrant = wrapper == "DDP"  # Each wrapper is tested with one way of checkpointing.
+    blocks = nn.Sequential(model[0], Checkpointed(model[1], use_reentrant), *model[2:])
     wrapped = DistributedDataParallel(blocks) if wrapper == "DDP" else shard(blocks, ranks)
     require_trains_as(small_model().to(ranks.device), ranks, model, wrapped)
 

@@ -85,8 +85,8 @@ def test_a_device_without_float64_trains_on_one_rank_and_evaluates(ranks: Ranks)
         syncbn.SyncBatchNorm1d(3, device="meta").eval()(x)
 
 
-def test_a_device_without_float64_names_the_remedy_where_sums_are_needed(ranks: Ranks) -> None:
-    """Sums in float64 are needed over several ranks, with a mask, and for the functions on statistics."""
+def test_the_error_of_a_device_without_float64_names_the_remedy(ranks: Ranks) -> None:
+    """Float64 sums are needed over several ranks, with a mask, and in the functions that return or take statistics."""
     x = torch.randn(4, 3, 5, device="meta")
     mask, mean = x[:, 0] > 0, x[0, :, 0]
     layer, local_layer = (syncbn.SyncBatchNorm1d(3, process_group=size, device="meta") for size in (None, 1))

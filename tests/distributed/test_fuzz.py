@@ -97,14 +97,16 @@ class Program:
 
 
 class Batch:
-    """Random tensors of all ranks of a group. Each rank passes its `samples` to the layer."""
+    """Random tensors of all ranks of a group, which train or evaluate the layer. Each rank passes its `samples`."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.layer = program, program.layer
         draw, dtype, ranks = program.draw, program.dtype, program.ranks
         first, rank = program.first_rank, ranks.rank
-        sizes = draw.choices(range(5), k=ranks.size)
-        self.samples = slice(sum(sizes[first:rank]), sum(sizes[first : rank + 1]))
+        sizes = draw.choices(range(5), k=ranks.size)  # the number of samples of each rank
+        start = sum(sizes[first:rank])
+        self.samples = slice(start, start + sizes[rank])
+        # (N, ...): the shape of x without the channels.
         self.mask_shape = [sum(sizes[first : first + program.group_size]), *program.spatial_sizes]
         self.channel_dim = -1 if program.channel_last else 1
         self.subclass = draw.choices(CLASSES, k=ranks.size)[rank]
@@ -121,7 +123,7 @@ class Batch:
 
         counted = self.draw_mask(generator).expand(self.mask_shape)
         self.counted = counted.to(ranks.device)
-        # With "expanded", places have the gradient of another place, so dy must not depend on the place.
+        # An expanded dy repeats its first value, so it cannot have NaN or 0 in single places, as below.
         dy_layout = draw.choice(LAYOUTS if program.fuse_relu else [*LAYOUTS, "expanded"])
         ignored = ~counted.unsqueeze(self.channel_dim)
         poison = draw.choice([0.0, math.nan, math.inf])  # the values that the mask ignores
@@ -162,7 +164,7 @@ class Batch:
         return tensor.movedim(-1, self.channel_dim)
 
     def local(self, tensor: Tensor | None) -> Tensor | None:
-        """Return this rank's samples as the class of this rank. A mask may have one sample, which all ranks pass."""
+        """Return this rank's samples in this rank's class. A mask of one sample is broadcast, so all ranks get it."""
         if tensor is None:
             return None
         local = tensor[self.samples] if len(tensor) == len(self.x) else tensor

@@ -64,9 +64,10 @@ def test_promise_1_w_ranks_equal_one(ranks: Ranks) -> None:
 def test_promise_1_holds_for_inputs_whose_sums_of_squares_lose_digits(
     ranks: Ranks, case: str, dtype: torch.dtype
 ) -> None:
-    """If mean / std is 1e4, sums of squares in float32 lose all digits of the variance. Sums in float64 lose 1e-16 *
-    (mean / std)^2 of the variance, which only results in float64 show."""
+    """If mean / std is 1e4, sums of squares in float32 lose all digits of the variance. Sums in float64 lose eight
+    digits, which float32 results do not have."""
     errors = errors_of_one_step(case, dtype, syncbn.functional.sync_batch_norm, ranks.rank, ranks.size, ranks.device)
+    # Sums in float64 lose 1e-16 * (mean / std)^2.
     bound = 1e-6 if dtype == torch.float32 else max(1e-12, 2e-15 * (1 + errors.mean_over_std**2))
     for name, error in errors.relative.items():
         assert error <= bound, name

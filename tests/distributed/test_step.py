@@ -86,7 +86,7 @@ def test_profiles_show_the_collectives_inside_the_ranges_of_syncbn(ranks: Ranks)
 
 
 def test_a_rank_whose_output_gets_no_gradient_still_communicates(ranks: Ranks) -> None:
-    """Autograd calls its backward with None for dy. The other ranks wait for the zeros of this rank."""
+    """Autograd calls the backward of rank 0 without a gradient. The other ranks wait for the zeros of rank 0."""
     layer = syncbn.SyncBatchNorm(C, dtype=torch.float64, device=ranks.device)
     torch.manual_seed(0)
     x = torch.randn(2 * ranks.size, C, dtype=torch.float64, device=ranks.device)
@@ -146,7 +146,7 @@ def test_a_layer_and_its_batch_are_freed_after_a_step(ranks: Ranks) -> None:
 def test_a_layer_keeps_no_destroyed_group_and_trains_over_the_next_group(
     ranks: Ranks, process_group: str | int | None
 ) -> None:
-    """gloo closes its connections, which wakes waiting ranks, when the last reference to a group is released."""
+    """gloo closes the connections of a group, which wakes waiting ranks, when the last reference is released."""
     voting.world.replace_group()  # The error of another test may hold a reference to the old group.
     layer, x = layer_and_input(ranks, process_group=ranks.size if process_group == "int" else process_group)
     layer.momentum = 1.0
