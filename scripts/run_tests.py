@@ -33,7 +33,7 @@ INTERPRETED = "kernels", "triton"  # Triton's interpreter runs these files, too.
 # Files of tests/distributed that do not run on 3 ranks, because the number of ranks does not matter.
 TWO_RANKS = "conversion", "guides"
 # Files of tests/distributed that also run on 4 ranks, because groups or a fourth rank may break their promises.
-FOUR_RANKS = "ddp", "equality", "fsdp", "fuzz", "groups", "pipeline_schedules"
+FOUR_RANKS = "ddp", "fsdp", "fuzz", "groups", "pipeline_schedules", "promises"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"
 PYTEST = "pytest -v -o console_output_style=count"  # prints a line with its number for each test
 

@@ -1,7 +1,6 @@
 """Tests that Tensor subclasses keep class, metadata and values as in nn.BatchNorm2d.
 
-distributed/test_fuzz.py draws the classes of inputs and masks. distributed/test_checkpointing.py has a subclass on one
-rank and plain tensors on others.
+distributed/test_fuzz.py has ranks that pass different classes.
 """
 
 from collections.abc import Callable

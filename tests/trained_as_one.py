@@ -1,4 +1,4 @@
-"""Models and losses for `syncbn.testing`, whose ranks import them."""
+"""Models, a loss and a batch for tests of `syncbn.testing`. They are in a module, from which the ranks import them."""
 
 import os
 
@@ -9,7 +9,8 @@ import syncbn
 
 
 def local_model() -> nn.Module:
-    """Return a model with dropout, and a bias before batch norm whose gradient is only rounding errors."""
+    """Return a model that is not converted, with dropout. Batch norm removes the bias of the convolution, so the
+    gradient of this bias is 0 up to rounding errors."""
     return nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(), nn.Flatten(),
         nn.Linear(144, 10), nn.BatchNorm1d(10),
@@ -21,36 +22,37 @@ def model() -> nn.Module:
 
 
 def partly_converted_model() -> nn.Module:
-    whole = local_model()
-    syncbn.convert_syncbn_model(whole[6])
-    return whole
+    """Return a model whose last layer alone is synchronised."""
+    local = local_model()
+    syncbn.convert_syncbn_model(local[6])
+    return local
+
+
+def frozen_model() -> nn.Module:
+    """Return a partly converted model whose local layer is in evaluation mode."""
+    partly_converted = partly_converted_model()
+    partly_converted[1].eval()
+    return partly_converted
 
 
 def built_model() -> nn.Module:
-    """Return a model whose layers cannot be reverted, because they were not converted."""
-    return nn.Sequential(syncbn.SyncBatchNorm(3), nn.SyncBatchNorm(3), nn.Conv2d(3, 1, 8), nn.Flatten(0)).apply(
-        lambda layer: syncbn.convert_syncbn_model(layer) if isinstance(layer, nn.SyncBatchNorm) else None
-    )
+    """Return a model whose layers cannot be reverted to nn.BatchNorm."""
+    first, second = syncbn.SyncBatchNorm(3), syncbn.convert_syncbn_model(nn.SyncBatchNorm(3))
+    return nn.Sequential(first, second, nn.Conv2d(3, 1, 8), nn.Flatten(0))
 
 
 def model_by_node() -> nn.Module:
     return syncbn.convert_syncbn_model(local_model(), process_group=int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
-def frozen_model() -> nn.Module:
-    """Return a model whose first batch norm is in evaluation mode."""
-    whole = partly_converted_model()
-    whole[1].eval()
-    return whole
-
-
 class WithMore(nn.Module):
-    """A model that nn.BatchNorm2d cannot express: relu, residual, mask and channel_last. It takes x (N, 3, H, 8)."""
+    """A model of x (N, 3, H, 8) with what nn.BatchNorm2d lacks: a fused relu, a residual, a mask and channel_last."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.middle = (syncbn.convert_syncbn_model(nn.BatchNorm2d(3)) for _ in range(2))
+        self.first = syncbn.convert_syncbn_model(nn.BatchNorm2d(3))
         self.first.fuse_relu = True
+        self.middle = syncbn.convert_syncbn_model(nn.BatchNorm2d(3))
         self.last = syncbn.convert_syncbn_model(nn.BatchNorm2d(8), channel_last=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ class OwnLoss(nn.Module):
 
 
 def doubling_model() -> nn.Module:
-    """Return a model whose layers double their outputs on any number of ranks. Only nn.BatchNorm shows the error."""
+    """Return a model whose synchronised layers double their outputs on any number of ranks. nn.BatchNorm does not."""
     forward = syncbn.SyncBatchNorm.forward
     syncbn.SyncBatchNorm.forward = lambda *args: 2 * forward(*args)
     return model()

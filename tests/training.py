@@ -2,9 +2,7 @@
 
 import contextlib
 import copy
-import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,20 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from voting import Ranks
 
 from syncbn.texts import warn_once
 
-# torch 2.13 renamed the argument and warns of the old name.
-_parameters = inspect.signature(DistributedDataParallel).parameters
-BROADCAST_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _parameters else "broadcast_buffers"
+# torch 2.13 renamed this argument of DistributedDataParallel, and warns if a program uses the old name.
+BROADCAST_BUFFERS = "forward_sync_buffers" if torch.__version__ >= "2.13" else "broadcast_buffers"
 
 
 def small_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Return a classifier of (N, 1, 8, 8) with 5 classes: two blocks and a head. The second momentum is None."""
+    """Return a classifier of images (N, 1, 8, 8) into 5 classes. Its batch norms have momentum 0.1 and None."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
@@ -34,17 +31,6 @@ def small_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(6 * 16, 5),
     ).to(dtype)
-
-
-class Checkpointed(nn.Module):
-    """Recomputes `block` in backward."""
-
-    def __init__(self, block: nn.Module, **options: object) -> None:
-        super().__init__()
-        self.block, self.options = block, options
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, **self.options)
 
 
 def shard(model: nn.Module, ranks: Ranks, **options: object) -> nn.Module:
@@ -56,11 +42,11 @@ def shard(model: nn.Module, ranks: Ranks, **options: object) -> nn.Module:
 
 
 def whole_batches(ranks: Ranks, num_steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Return x (T, N, 1, 8, 8) and labels (T, N) for T steps of all ranks. They are equal on all ranks."""
+    """Return images (T, N, 1, 8, 8) and labels (T, N) for T steps, the same on all ranks. N is two samples per rank."""
     generator = torch.Generator().manual_seed(1)
-    size = 2 * ranks.size
-    x = torch.randn(num_steps, size, 1, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
-    return x.to(ranks.device), torch.randint(5, (num_steps, size), generator=generator).to(ranks.device)
+    num_samples = 2 * ranks.size
+    x = torch.randn(num_steps, num_samples, 1, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
+    return x.to(ranks.device), torch.randint(5, (num_steps, num_samples), generator=generator).to(ranks.device)
 
 
 def rank_slices(ranks: Ranks, *tensors: Tensor) -> list[Tensor]:
@@ -78,11 +64,23 @@ def train(model: nn.Module, x: Tensor, labels: Tensor) -> None:
 
 
 def require_equal_state(actual: nn.Module, expected: nn.Module) -> None:
-    """Compare parameters and buffers to 1e-11, because roundings of 1e-16 grow in training."""
+    """Compare parameters and buffers up to 1e-11, because training amplifies rounding errors of 1e-16."""
     state = actual.state_dict()
-    for name, value in expected.state_dict().items():
-        whole = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
-        torch.testing.assert_close(whole, value, rtol=1e-11, atol=1e-11, msg=name)
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor):
+            state[name] = tensor.full_tensor()
+    torch.testing.assert_close(state, expected.state_dict(), rtol=1e-11, atol=1e-11)
+
+
+def require_trains_as(alone: nn.Module, ranks: Ranks, model: nn.Module, wrapped: nn.Module | None = None) -> None:
+    """Train `alone` on whole batches, train `model` on this rank's samples, and compare the two.
+
+    `wrapped`: DDP or FSDP around `model`; None: use DDP.
+    """
+    x, labels = whole_batches(ranks, num_steps=4)
+    train(alone, x, labels)
+    train(wrapped or DistributedDataParallel(model), *rank_slices(ranks, x, labels))
+    require_equal_state(model, alone)
 
 
 @contextlib.contextmanager
@@ -104,26 +102,9 @@ def syncbn_warnings() -> Iterator[list[str]]:
     texts += [str(warning.message) for warning in caught if "syncbn" in str(warning.message)]
 
 
-def require_trains_as(alone: nn.Module, ranks: Ranks, model: nn.Module, wrapped: nn.Module | None = None) -> None:
-    """Train `alone` on whole batches and `wrapped` (default: DDP of `model`) on this rank's samples, and compare."""
-    x, labels = whole_batches(ranks, num_steps=4)
-    train(alone, x, labels)
-    train(wrapped or DistributedDataParallel(model), *rank_slices(ranks, x, labels))
-    require_equal_state(model, alone)
-
-
-def frees_first_batch(model: nn.Module, device: torch.device | str = "cpu") -> bool:
-    """Return whether the first batch (4, 3, 5) of a training loop in one function is freed by the third step."""
-    for index in range(3):
-        x = torch.randn(4, 3, 5, device=device)
-        if index == 0:
-            first = weakref.ref(x)
-        model(x).square().sum().backward()
-    return first() is None
-
-
 def step(call: Callable[..., Tensor], layer: nn.Module, x: Tensor, **options: object) -> dict[str, Tensor | None]:
-    """Return output, gradients and buffers of `layer` after a training step of `call`, which may wrap the layer."""
+    """Run forward and backward of `call`, which is `layer` or calls it, and return the output, the gradients and the
+    layer's buffers."""
     x = x.detach().clone().requires_grad_()
     layer.zero_grad()
     output = call(x, **options)
@@ -134,13 +115,14 @@ def step(call: Callable[..., Tensor], layer: nn.Module, x: Tensor, **options: ob
 
 
 class CountCollectives(TorchDispatchMode):
-    """Count the operators of torch.distributed within the context, on all threads of autograd. (CommDebugMode hooks
-    modules, and a forward inside a backward confuses its hooks.)"""
+    """Count the collectives within the context, on all threads of autograd. Unlike torch's CommDebugMode, this mode
+    hooks no modules, so it also counts a forward that runs inside a backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self.total += func.namespace in ("c10d", "_c10d_functional") and "wait_tensor" not in str(func)
+        if func.namespace in ("c10d", "_c10d_functional") and "wait_tensor" not in str(func):
+            self.total += 1
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Tests that first and second derivatives are those of the whole batch, and how many all_reduces they take."""
+"""Tests that first and second derivatives are those of the whole batch, and how many all_reduces they issue."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jacrev, jvp, vmap
 from training import CountCollectives
 from voting import Ranks
 
@@ -16,35 +17,21 @@ from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_s
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's forward mode uses it
 
 C = 3
-Function = Callable[..., Tensor]  # (x, weight, bias, z) -> y; all but x are optional.
-
-
-def definition(
-    x: Tensor, mask: Tensor, relu: bool = False,
-    weight: Tensor | None = None, bias: Tensor | None = None, z: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the batch norm of x (N, C, H, W), with a mask (N, 1, H, W). Second derivatives of F.batch_norm in forward
-    mode are wrong (torch 2.11 to 2.15)."""
-    x = torch.where(mask, x, 0)
-    xmu = torch.where(mask, x - x.sum((0, 2, 3), keepdim=True) / mask.sum(), 0)
-    y = xmu / (xmu.square().sum((0, 2, 3), keepdim=True) / mask.sum() + 1e-5).sqrt()
-    y = y if weight is None else y * weight.view(-1, 1, 1)
-    y = y if bias is None else y + bias.view(-1, 1, 1)
-    y = y if z is None else y + z
-    return torch.where(mask, y.relu() if relu else y, 0)
 
 
 def function_of_statistics(x: Tensor, mean: Tensor, var: Tensor, count: Tensor | int) -> Tensor:
-    """Return a non-linear function of the statistics, in the shape of x."""
+    """Return a non-linear function of the statistics, expanded to the shape of x: the sums of the ranks' results then
+    add up to the sum of the result on the whole batch."""
     return ((mean * var + mean) * count).view(-1, 1, 1).expand(x.shape)
 
 
 @dataclass
 class Batch:
-    """The batch of all ranks, which every rank has, and the functions to differentiate."""
+    """The batch of all ranks, the same on every rank, and the function to differentiate: batch norm, or a function of
+    statistics."""
 
     ranks: Ranks
-    names: str = "x weight bias z"
+    num_tensors: int = 4  # The function takes this many of x (N, C, H, W), weight, bias and z.
     sizes: tuple[int, ...] = (2, 3, 1, 2)  # samples of each rank
     masked: bool = False
     channels_last: bool = False
@@ -57,119 +44,120 @@ class Batch:
         torch.manual_seed(0)
         x, z = torch.randn(2, sum(sizes), C, 2, 4, dtype=torch.float64).to(self.ranks.device)
         weight, bias = torch.randn(2, C, dtype=torch.float64).to(self.ranks.device)
-        self.mask = torch.rand(sum(sizes), 1, 2, 4).to(self.ranks.device) < (0.7 if self.masked else 1)
-        x.masked_fill_(~self.mask, torch.nan)
+        self.mask = torch.rand(sum(sizes), 2, 4).to(self.ranks.device) < (0.7 if self.masked else 1)
+        x.masked_fill_(~self.mask[:, None], torch.nan)
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        tensors = {"x": x, "weight": weight, "bias": bias, "z": z}
-        self.tensors = [tensors[name] for name in self.names.split()]
+        self.tensors = [tensor.requires_grad_() for tensor in (x, weight, bias, z)[: self.num_tensors]]
 
-    def whole(self, *tensors: Tensor) -> Tensor:
-        """Compute the definition, for the tensors of the whole batch."""
+    def whole(self, x: Tensor, weight: Any = None, bias: Any = None, z: Any = None) -> Tensor:
+        """Compute the function of the whole batch, by torch alone."""
+        values = x.movedim(1, -1)[self.mask]  # (M, C)
         if self.uses_statistics:
-            values = tensors[0].movedim(1, -1)[self.mask[:, 0]]  # (M, C)
-            return function_of_statistics(*tensors, values.mean(0), values.var(0, correction=0), len(values))
-        return definition(mask=self.mask, relu=self.relu, **dict(zip(self.names.split(), tensors, strict=True)))
+            return function_of_statistics(x, values.mean(0), values.var(0, correction=0), len(values))
+        y = F.batch_norm(values, None, None, weight, bias, training=True)
+        if z is not None:
+            y = y + z.movedim(1, -1)[self.mask]
+        return y.relu() if self.relu else y
 
-    def synchronised(self, x: Tensor, *others: Tensor) -> Tensor:
-        """Call syncbn, for the tensors of this rank."""
-        mask = self.mask[self.samples, 0] if self.masked else None
+    def synchronised(self, x: Tensor, weight: Any = None, bias: Any = None, z: Any = None) -> Tensor:
+        """Compute the function of this rank's samples by syncbn."""
+        mask = self.mask[self.samples] if self.masked else None
         if self.uses_statistics:
-            permuted, channel_dim = (x.movedim(1, -1), -1) if self.channels_last else (x, 1)
-            return function_of_statistics(x, *sync_batch_stats(permuted, channel_dim=channel_dim, mask=mask))
-        options = dict(zip(self.names.split()[1:], others, strict=True))
-        return sync_batch_norm(x, None, None, training=True, mask=mask, fuse_relu=self.relu, **options)
+            return function_of_statistics(x, *sync_batch_stats(x, mask=mask))
+        return sync_batch_norm(x, None, None, weight, bias, training=True, z=z, mask=mask, fuse_relu=self.relu)
 
     def local(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's samples of inputs (..., N, C, H, W), and parameters (..., C) as they are."""
-        return [tensor[..., self.samples, :, :, :] if tensor.ndim > 3 else tensor for tensor in tensors]
-
-
-# The losses have second derivatives in y that are not constant, and first derivatives that are not 0 after a relu.
-
-
-def cubes(function: Function) -> Function:
-    return lambda *tensors: (function(*tensors) + 1).pow(3).sum()
+        """Return this rank's samples of tensors (N, C, H, W), and tensors (C,) as they are."""
+        return [tensor[self.samples] if tensor.ndim == 4 else tensor for tensor in tensors]
 
 
 def gradient_penalty(gradients: Sequence[Tensor]) -> Tensor:
-    """Return a penalty whose sum over ranks is that of the whole batch: it is linear in gradients of parameters."""
+    """Return a penalty that is linear in gradients of weight and bias, so that the ranks' penalties add up to that of
+    the whole batch."""
     return sum(gradient.square().sum() if gradient.ndim == 4 else gradient.sum() for gradient in gradients)
 
 
-def functional_gradients(loss: Function, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return grad(loss, argnums=tuple(range(len(tensors))))(*tensors)
+# The ways to differentiate, and how many all_reduces of a batch norm they issue. None: a second derivative, which takes
+# different numbers for batch norm and for statistics.
+NUM_ALL_REDUCES = {"autograd.grad": 2, "create_graph": 3, "penalty": None, "func.grad": 3, "func.grad twice": None}
 
 
-def gradients_with_graph(function: Function, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return torch.autograd.grad(cubes(function)(*tensors), tensors, create_graph=True)
+def differentiate(way: str, function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the gradients of a loss, or of a penalty of its gradients, in one of the ways above."""
+    argnums = tuple(range(len(tensors)))
+
+    def loss(*tensors: Tensor) -> Tensor:
+        # The second derivatives in y are not constant, and the first derivatives are not 0 after a relu.
+        return (function(*tensors) + 1).pow(3).sum()
+
+    def penalty(*tensors: Tensor) -> Tensor:
+        return gradient_penalty(grad(loss, argnums)(*tensors))
+
+    if way == "autograd.grad":
+        return torch.autograd.grad(loss(*tensors), tensors)
+    if way == "func.grad":
+        return grad(loss, argnums)(*tensors)
+    if way == "func.grad twice":
+        return grad(penalty, argnums)(*tensors)
+    gradients = torch.autograd.grad(loss(*tensors), tensors, create_graph=True)
+    return gradients if way == "create_graph" else torch.autograd.grad(gradient_penalty(gradients), tensors)
 
 
-def gradients_of_penalty(function: Function, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return torch.autograd.grad(gradient_penalty(gradients_with_graph(function, tensors)), tensors)
-
-
-def functional_gradients_of_penalty(function: Function, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return functional_gradients(lambda *x: gradient_penalty(functional_gradients(cubes(function), x)), tensors)
-
-
-# Name -> the derivative, and the number of its all_reduces; None: not counted, because second derivatives of statistics
-# take fewer. torch.func always makes a graph of the backward.
-WAYS: dict[str, tuple[Callable[[Function, Sequence[Tensor]], Sequence[Tensor]], int | None]] = {
-    "autograd.grad": (lambda f, tensors: torch.autograd.grad(cubes(f)(*tensors), tensors), 2),
-    "create_graph": (gradients_with_graph, 3),
-    "penalty": (gradients_of_penalty, None),
-    "func.grad": (lambda f, tensors: functional_gradients(cubes(f), tensors), 3),
-    "func.grad of func.grad": (functional_gradients_of_penalty, None),
-}
-
-
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("way", NUM_ALL_REDUCES)
 @pytest.mark.parametrize(
     "options",
     [
-        {"names": "x"},
-        {"names": "x weight bias", "sizes": (4, 0, 1, 1), "channels_last": True},
-        {"names": "x weight bias", "relu": True},
-        {"names": "x weight z", "relu": True, "channels_last": True},
+        {"num_tensors": 1},
+        {"num_tensors": 3, "sizes": (4, 0, 1, 1), "channels_last": True},
+        {"num_tensors": 3, "relu": True},
         {"sizes": (0, 4, 0, 1), "relu": True},
         {"masked": True, "relu": True, "channels_last": True},
-        {"uses_statistics": True, "names": "x", "sizes": (4, 0, 1, 1), "channels_last": True},
-        {"uses_statistics": True, "names": "x", "sizes": (0, 4, 0, 1), "masked": True},
+        {"uses_statistics": True, "num_tensors": 1, "sizes": (4, 0, 1, 1)},
+        {"uses_statistics": True, "num_tensors": 1, "sizes": (0, 4, 0, 1), "masked": True},
     ],
     ids=str,
 )
-def test_derivatives_equal_those_of_the_whole_batch(ranks: Ranks, name: str, options: dict[str, Any]) -> None:
-    """Gradients of parameters do so after summing over the ranks."""
-    batch, (way, num_all_reduces) = Batch(ranks, **options), WAYS[name]
-    whole, local = (
-        [tensor.clone().requires_grad_("func" not in name) for tensor in tensors]
-        for tensors in (batch.tensors, batch.local(batch.tensors))
-    )
-    expected = batch.local(way(batch.whole, whole))
+def test_derivatives_equal_those_of_the_whole_batch(ranks: Ranks, way: str, options: dict[str, Any]) -> None:
+    """The gradients of weight and bias are equal after summing over the ranks."""
+    batch = Batch(ranks, **options)
+    expected = batch.local(differentiate(way, batch.whole, batch.tensors))
+    local_tensors = [tensor.detach().clone().requires_grad_() for tensor in batch.local(batch.tensors)]
     with CountCollectives() as collectives:
-        actual = way(batch.synchronised, local)
-    actual = [gradient if gradient.ndim == 4 else ranks.all_reduce_sum(gradient) for gradient in actual]
-    torch.testing.assert_close(actual, [*expected], rtol=1e-10, atol=1e-10)
-    if num_all_reduces is not None:
-        assert collectives.total == (2 if batch.uses_statistics else num_all_reduces)
+        actual = differentiate(way, batch.synchronised, local_tensors)
+    for gradient, expected_gradient in zip(actual, expected, strict=True):
+        total = gradient if gradient.ndim == 4 else ranks.all_reduce_sum(gradient)
+        torch.testing.assert_close(total, expected_gradient, rtol=1e-10, atol=1e-10)
+    if NUM_ALL_REDUCES[way] is not None:
+        assert collectives.total == (2 if batch.uses_statistics else NUM_ALL_REDUCES[way])
 
 
-def test_batch_norm_backward_takes_one_collective_in_training_and_none_in_evaluation(ranks: Ranks) -> None:
-    batch = Batch(ranks, "x weight")
-    x, weight = batch.tensors
-    (expected,) = torch.autograd.grad(batch.whole(x.requires_grad_(), weight), x, x.cos())
-    (local,), x = batch.local([x.detach()]), x.detach()
-    mean, invstd = x.mean((0, 2, 3)), (x.var((0, 2, 3), correction=0) + 1e-5).rsqrt()
-    for training in (False, True):
-        with CountCollectives() as collectives:
-            actual, *_ = batch_norm_backward(local.cos(), local, mean, invstd, weight, training=training)
-        assert collectives.total == training
-    torch.testing.assert_close(actual, expected[batch.samples], rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_backward_computes_the_gradient_of_the_whole_batch(ranks: Ranks, training: bool) -> None:
+    """The function issues one collective in training, and none in evaluation, where the statistics are constants."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 2 * ranks.size, C, 4, dtype=torch.float64).to(ranks.device)
+    weight = torch.randn(C, dtype=torch.float64).to(ranks.device)
+    mean, var = x.mean((0, 2)), x.var((0, 2), correction=0)
+    y = F.batch_norm(x.requires_grad_(), mean.clone(), var.clone(), weight, training=training)
+    (expected,) = torch.autograd.grad(y, x, dy)
+    local, invstd = ranks.even_slice(len(x)), (var + 1e-5).rsqrt()
+    with CountCollectives() as collectives:
+        actual, *_ = batch_norm_backward(dy[local], x.detach()[local], mean, invstd, weight, training=training)
+    torch.testing.assert_close(actual, expected[local], rtol=1e-10, atol=1e-10)
+    assert collectives.total == (1 if training else 0)
 
 
 def batch_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
     return sync_batch_norm(x, None, None, weight, training=True)
+
+
+def vmap_over_weights(x: Tensor) -> object:
+    return vmap(batch_norm, (None, 0))(x, torch.rand(2, C).to(x))
+
+
+def forward_mode(x: Tensor) -> object:
+    return jvp(batch_norm, (x,), (x,))
 
 
 def batched_gradients(x: Tensor) -> object:
@@ -179,21 +167,13 @@ def batched_gradients(x: Tensor) -> object:
 
 @pytest.mark.parametrize(
     ("transformed", "num_all_reduces"),
-    [
-        (lambda x: vmap(batch_norm)(torch.stack((x, x))), 0),
-        (lambda x: vmap(grad(lambda x: batch_norm(x).sum()))(torch.stack((x, x))), 0),
-        (lambda x: vmap(batch_norm, (None, 0))(x, torch.rand(2, C).to(x)), 0),
-        (lambda x: jvp(batch_norm, (x,), (x,)), 0),
-        (torch.func.jacrev(batch_norm), 1),
-        (batched_gradients, 1),
-        (lambda x: torch.compile(vmap(batch_norm), backend="aot_eager")(torch.stack((x, x))), 0),
-    ],
-    ids=["vmap", "vmap of grad", "vmap of weights", "jvp", "jacrev", "batched", "compiled vmap"],
+    [(vmap(batch_norm), 0), (vmap_over_weights, 0), (forward_mode, 0), (jacrev(batch_norm), 1), (batched_gradients, 1)],
+    ids=["vmap", "vmap over weights", "jvp", "jacrev", "is_grads_batched"],
 )
-def test_several_ranks_refuse_vmap_and_forward_mode_before_they_communicate(
+def test_several_ranks_refuse_vmap_and_forward_mode_before_the_pass_communicates(
     ranks: Ranks, transformed: Callable[[Tensor], object], num_all_reduces: int
 ) -> None:
-    """A backward is refused after its forward."""
+    """jacrev and is_grads_batched use vmap in the backward only, so the forward has communicated."""
     x = torch.randn(2, C, 4).to(ranks.device)
     message = r"torch\.func\.vmap, forward mode .* are not supported over several ranks; loop over"
     expected = batch_norm(x)

@@ -1,4 +1,4 @@
-"""Tests that random layers train, evaluate, convert, copy and load on uneven ranks like the float64 oracle of one rank.
+"""Tests that random layers train, evaluate, convert and copy on uneven ranks like the float64 oracle of one rank.
 
 For more programs, or other programs:
 
@@ -23,11 +23,13 @@ from voting import Ranks, vote
 import syncbn
 
 HALF = torch.bfloat16, torch.float16
-SUM_TOLERANCE = TOLERANCE | dict.fromkeys(HALF, 1e-6)  # 16-bit terms are first added in float32
+# Tolerances of a sum and of one rounding, relative to the largest term. 16-bit terms are summed in float32 at first.
+SUM_TOLERANCE = TOLERANCE | dict.fromkeys(HALF, 1e-6)
 ROUNDING = TOLERANCE | {dtype: torch.finfo(dtype).eps for dtype in HALF}
-ACTIONS = ["train", "train", "train", "evaluate", "evaluate", "revert and convert", "copy", "pickle", "load"]
-LAYOUTS = ["contiguous", "non-dense", "negative", "permuted", "expanded", "channels_last"]
-CLASSES = [Tensor, Tensor, Image, MetaImage]  # each class before its subclasses
+# An action or class that stands twice is drawn twice as often.
+ACTIONS = ["train", "train", "train", "evaluate", "evaluate", "revert and convert", "copy", "pickle"]
+CLASSES = [Tensor, Tensor, Image, MetaImage]
+LAYOUTS = ["contiguous", "non-dense", "negative", "permuted", "channels_last"]
 
 
 def with_layout(x: Tensor, layout: str) -> Tensor:
@@ -46,42 +48,37 @@ def with_layout(x: Tensor, layout: str) -> Tensor:
 
 
 class Program:
-    """A random layer that takes random steps. All ranks draw the same numbers, whatever they do with them."""
+    """A random layer that takes random steps. All ranks draw the same numbers, so each rank knows the tensors of all
+    ranks."""
 
     def __init__(self, draw: random.Random, ranks: Ranks) -> None:
         self.draw, self.ranks = draw, ranks
         self.group_size = draw.choice([size for size in range(2, ranks.size + 1) if ranks.size % size == 0])
-        first = ranks.rank // self.group_size * self.group_size
-        self.members = slice(first, first + self.group_size)
-        self.channels = draw.randint(1, 9)
-        self.inner = draw.sample([0, 1, 1, 2, 2, 3, 3, 5, 33], k=draw.randint(0, 3))  # sizes of the spatial dims
-        self.dtype, affine = draw.choice([*SUM_TOLERANCE]), draw.choice([True, False])
-        self.options = {
-            "eps": draw.choice([1e-5, 1e-3]),
-            "momentum": draw.choice([0.1, 0.9, 1.0, 0.0, None]),
-            "affine": affine,
-            "bias": affine and draw.choice([True, False]),
-            "track_running_stats": draw.choice([True, True, False]),
-            "channel_last": draw.choice([False, True]),
-            "fuse_relu": draw.choice([False, True]),
-            "dtype": draw.choice([torch.float32, torch.float64, self.dtype]),
-        }
-        self.plain_class = getattr(nn, f"BatchNorm{max(1, len(self.inner))}d")
-        self.layer = self.make_layer()
-        generator = torch.Generator().manual_seed(0)
-        for parameter in self.layer.parameters():
-            parameter.data.copy_(torch.randn(self.channels, generator=generator))
-
-    def make_layer(self) -> syncbn.SyncBatchNorm:
-        options = self.options | {"device": self.ranks.device}
-        fuse_relu, channel_last, bias = (options.pop(name) for name in ("fuse_relu", "channel_last", "bias"))
-        layer = self.plain_class(self.channels, **options)
-        if not bias:
+        self.first_rank = ranks.rank - ranks.rank % self.group_size  # the first rank of this rank's group
+        self.num_channels = draw.randint(1, 9)
+        self.spatial_sizes = draw.sample(
+            [0, 1, 1, 2, 2, 3, 3, 5, 33], k=draw.randint(0, 3)
+        )  # the shape without N and C
+        self.dtype = draw.choice([*SUM_TOLERANCE])
+        self.plain_class = getattr(nn, f"BatchNorm{max(1, len(self.spatial_sizes))}d")
+        has_bias, self.channel_last, self.fuse_relu = draw.choices([False, True], k=3)
+        layer = self.plain_class(
+            self.num_channels,
+            eps=draw.choice([1e-5, 1e-3]),
+            momentum=draw.choice([0.1, 0.9, 1.0, 0.0, None]),
+            affine=draw.choice([True, False]),
+            track_running_stats=draw.choice([True, True, False]),
+            dtype=draw.choice([torch.float32, torch.float64, self.dtype]),
+            device=ranks.device,
+        )
+        if not has_bias:
             layer.register_parameter("bias", None)
-        group_size = None if self.group_size == self.ranks.size else self.group_size
-        layer = syncbn.convert_syncbn_model(layer, group_size, channel_last)
-        layer.fuse_relu = fuse_relu
-        return layer
+        torch.manual_seed(0)
+        for parameter in layer.parameters():
+            parameter.data.copy_(torch.randn(self.num_channels))
+        process_group = None if self.group_size == ranks.size else self.group_size
+        self.layer = syncbn.convert_syncbn_model(layer, process_group, self.channel_last)
+        self.layer.fuse_relu = self.fuse_relu
 
     def take_step(self) -> None:
         action, layer = self.draw.choice(ACTIONS), self.layer
@@ -93,123 +90,121 @@ class Program:
             self.layer = copy.deepcopy(layer)
         elif action == "pickle":
             self.layer = pickle.loads(pickle.dumps(layer))
-        elif action == "load":
-            self.layer = self.make_layer()
-            self.layer.load_state_dict(layer.state_dict())
-        elif not self.options["fuse_relu"]:
-            group_size = layer.process_group
+        elif not self.fuse_relu:  # nn.BatchNorm has no relu.
+            process_group = layer.process_group
             assert type(syncbn.revert_syncbn_model(layer)) is self.plain_class
-            assert syncbn.convert_syncbn_model(layer, group_size, self.options["channel_last"]) is layer
+            assert syncbn.convert_syncbn_model(layer, process_group, self.channel_last) is layer
 
 
 class Batch:
-    """Random tensors of all ranks of a group. Each rank has all tensors, and passes its `samples` to the layer."""
+    """Random tensors of all ranks of a group, which train or evaluate the layer. Each rank passes its `samples`."""
 
     def __init__(self, program: Program) -> None:
-        draw, self.program, self.layer = program.draw, program, program.layer
-        self.options, self.channels, self.rank = program.options, program.channels, program.ranks.rank
-        device, dtype, first = program.ranks.device, program.dtype, program.members.start
-        sizes = draw.choices(range(5), k=program.ranks.size)
-        self.samples = slice(sum(sizes[first : self.rank]), sum(sizes[first : self.rank + 1]))
-        self.places = (sum(sizes[program.members]), *program.inner)
-        self.channel_dim = -1 if self.options["channel_last"] else 1
+        self.program, self.layer = program, program.layer
+        draw, dtype, ranks = program.draw, program.dtype, program.ranks
+        first, rank = program.first_rank, ranks.rank
+        sizes = draw.choices(range(5), k=ranks.size)  # the number of samples of each rank
+        start = sum(sizes[first:rank])
+        self.samples = slice(start, start + sizes[rank])
+        # (N, ...): the shape of x without the channels.
+        self.mask_shape = [sum(sizes[first : first + program.group_size]), *program.spatial_sizes]
+        self.channel_dim = -1 if program.channel_last else 1
+        self.subclass = draw.choices(CLASSES, k=ranks.size)[rank]
         generator = torch.Generator().manual_seed(draw.randint(0, 2**16) + first)
-        normal = torch.randn(3, *self.places, self.channels, generator=generator, dtype=torch.float64)
+        normal = torch.randn(3, *self.mask_shape, program.num_channels, generator=generator, dtype=torch.float64)
         x, dy, z = (tensor.movedim(-1, self.channel_dim).contiguous() for tensor in normal)
-        values = draw.choice(["normal", "mean 100", "constant", "outlier"])
-        if values == "mean 100":
-            x += 100
-        elif values == "constant":
-            x.fill_(3.3)
-        elif values == "outlier" and x.numel():
-            x.view(-1)[0] = 1e4 if dtype != torch.float16 else 100  # The square must not overflow.
-        layouts = draw.choices(LAYOUTS, k=2)
-        mask = draw.choice(["", "", "samples", "positions", "broadcast", "nothing"])
-        has_size_1 = {"samples": [False, True, True, True], "broadcast": draw.choices([False, True], k=4)}.get(mask)
-        shape = [1 if one else size for size, one in zip(self.places, has_size_1 or [False] * 4, strict=False)]
-        counted = torch.rand(shape, generator=generator) < {"": 1.0, "nothing": 0.0}.get(mask, 0.6)
-        poison = draw.choice([0.0, math.nan, math.inf])
-        if "expanded" not in layouts:  # An expanded tensor would repeat the poison where values count.
-            ignored = ~counted.expand(self.places).unsqueeze(self.channel_dim)
-            x, dy, z = (tensor.masked_fill(ignored, poison) for tensor in (x, dy, z))
-        self.counted = counted.expand(self.places).to(device)
-        self.mask = counted.view(-1).to(device) if mask == "samples" else counted.to(device) if mask else None
-        self.x, self.dy = (with_layout(t.to(device, dtype), layout) for t, layout in zip((x, dy), layouts, strict=True))
-        self.dy_layout, self.z = layouts[1], z.to(device, dtype) if draw.choice([False, True]) else None
-        self.classes = [draw.choices(CLASSES, k=4) for _ in sizes][self.rank]
-        # Without parameters the ranks must agree on requires_grad.
-        requires_grad = draw.choices([False, True], k=len(sizes))
-        self.requires_grad = requires_grad[self.rank if self.options["affine"] else 0]
+        mean, std = draw.choice([(0.0, 1.0), (100.0, 1.0), (3.3, 0.0)])  # test_promises.py has harder inputs.
+        x = mean + std * x
+        counted = self.draw_mask(generator).expand(self.mask_shape)
+        self.counted = counted.to(ranks.device)
+        # An expanded dy repeats its first value, so it cannot have NaN or 0 in single places, as below.
+        dy_layout = draw.choice(LAYOUTS if program.fuse_relu else [*LAYOUTS, "expanded"])
+        ignored = ~counted.unsqueeze(self.channel_dim)
+        poison = draw.choice([0.0, math.nan, math.inf])  # the values that the mask ignores
+        x, z = x.masked_fill(ignored, poison), z.masked_fill(ignored, poison)
+        if dy_layout != "expanded":
+            dy = dy.masked_fill(ignored, poison)
+        self.x = with_layout(x.to(ranks.device, dtype), draw.choice(LAYOUTS))
+        self.z = z.to(ranks.device, dtype) if draw.choice([False, True]) else None
+        self.dy = dy.to(ranks.device, dtype)
+        if program.fuse_relu and counted.any():  # Rounding errors decide whether the relu of almost 0 has a gradient.
+            magnitude = self.oracle(relu=False).output.abs()
+            self.dy.masked_fill_(self.from_rows(magnitude < 1e-2 * magnitude.max().clamp(min=1)), 0)
+        self.dy = with_layout(self.dy, dy_layout)
 
-    def counted_rows(self, tensor: Tensor) -> Tensor:
+    def draw_mask(self, generator: torch.Generator) -> Tensor:
+        """Draw the mask that the layer gets, and return the same mask in a form that can be expanded to (N, ...)."""
+        draw, sizes = self.program.draw, self.mask_shape
+        kind = draw.choice(["none", "none", "samples", "positions", "broadcast", "nothing"])
+        if kind == "samples":
+            sizes = [sizes[0], *[1] * len(sizes[1:])]
+        elif kind == "broadcast":
+            sizes = [draw.choice([1, size]) for size in sizes]
+        share = {"none": 1.0, "nothing": 0.0}.get(kind, 0.6)
+        counted = torch.rand(sizes, generator=generator) < share
+        self.mask = counted.to(self.program.ranks.device) if kind != "none" else None
+        if kind == "samples":
+            self.mask = self.mask.view(-1)
+        return counted
+
+    def rows(self, tensor: Tensor) -> Tensor:
         """Return the values that the mask counts: (values per channel, channels)."""
-        return tensor.movedim(self.channel_dim, -1)[self.counted]
+        return tensor.as_subclass(Tensor).movedim(self.channel_dim, -1)[self.counted]
 
-    def from_counted_rows(self, rows: Tensor) -> Tensor:
-        """Return a tensor in the shape of x that is 0 where nothing counts."""
-        tensor = rows.new_zeros(*self.places, self.channels)
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """Return a tensor in the shape of x that is 0 in the places that the mask ignores."""
+        tensor = rows.new_zeros(*self.mask_shape, self.program.num_channels)
         tensor[self.counted] = rows
         return tensor.movedim(-1, self.channel_dim)
 
-    def local(self) -> list[Tensor | None]:
-        """Return x, z, mask and dy of this rank."""
-        return [
-            None if t is None else (t[self.samples] if len(t) == len(self.x) else t).detach().as_subclass(subclass)
-            for t, subclass in zip((self.x, self.z, self.mask, self.dy), self.classes, strict=True)
-        ]
+    def local(self, tensor: Tensor | None) -> Tensor | None:
+        """Return this rank's samples in this rank's class. A mask of one sample is broadcast, so all ranks get it."""
+        if tensor is None:
+            return None
+        local = tensor[self.samples] if len(tensor) == len(self.x) else tensor
+        return local.detach().as_subclass(self.subclass)
 
     def oracle(self, relu: bool) -> Result:
-        """Return the results for the values that count."""
-        x, dy, z = (None if tensor is None else self.counted_rows(tensor) for tensor in (self.x, self.dy, self.z))
+        """Return the results for the values that the mask counts."""
+        x, dy, z = (None if tensor is None else self.rows(tensor) for tensor in (self.x, self.dy, self.z))
         return full_batch(x, dy, self.layer.weight, self.layer.bias, z, relu, self.layer.eps)
-
-    def check_class(self, y: Tensor, x: Tensor, z: Tensor | None) -> None:
-        """Check that y has the most derived class, as in torch.overrides. The class of a mask does not matter."""
-        assert type(y) is (type(z) if z is not None and issubclass(type(z), type(x)) else type(x))
 
     def train(self) -> None:
         layer = self.layer.train()
         layer.zero_grad()
-        x, z, mask, _ = self.local()
+        x, z, mask, dy = map(self.local, (self.x, self.z, self.mask, self.dy))
         if self.counted.sum() == 1:
             message = "Expected more than 1 value per channel when training, got 1"
             with preserved_state(layer), pytest.raises(ValueError, match=message):
                 layer(x, z, mask)
             return
-        if layer.fuse_relu and self.counted.any():  # Where the relu gets 0 but for rounding, its mask is arbitrary.
-            magnitude = self.oracle(relu=False).output.abs()
-            uncertain = self.from_counted_rows(magnitude < 1e-2 * magnitude.max().clamp(min=1))
-            self.dy = with_layout(self.dy.masked_fill(uncertain, 0), self.dy_layout.replace("expanded", "non-dense"))
         before = copy.deepcopy(dict(layer.named_buffers()))
-        y = layer(x.requires_grad_(self.requires_grad), z, mask)
-        if y.requires_grad:
-            y.backward(self.local()[-1])
-        assert (y.shape, y.dtype) == (x.shape, x.dtype)
-        self.check_class(y, x, z)
-        rows = self.counted_rows(self.x).double()
+        y = layer(x.requires_grad_(), z, mask)
+        y.backward(dy)
+        assert (y.shape, y.dtype, type(y)) == (x.shape, x.dtype, type(x))
+        rows = self.rows(self.x).double()
         if len(rows):
             self.check_gradients(y.detach(), x.grad, rows)
         else:
-            zeros = [y, x.grad, *(parameter.grad for parameter in layer.parameters())]
-            assert not any(tensor.any() for tensor in zeros if tensor is not None)
+            assert not any(tensor.any() for tensor in (y, x.grad, *(weight.grad for weight in layer.parameters())))
         if layer.track_running_stats:
             self.check_buffers(rows, before)
 
-    def check_gradients(self, y: Tensor, grad_input: Tensor | None, rows: Tensor) -> None:
+    def check_gradients(self, y: Tensor, grad_input: Tensor, rows: Tensor) -> None:
         """Compare the results of this rank, and the sums of the parameters' gradients over the group."""
         expected = self.oracle(self.layer.fuse_relu)
-        # Sums about zero lose some times 1e-16 * (mean / std)^2 (docs/performance.md).
+        # Sums about zero lose a few times 2^-53 * (mean / std)^2, see docs/performance.md.
         lost = 8 * 2.0**-53 * (rows.square().mean(0) / (rows.var(0, correction=0) + self.layer.eps)).max().item()
-        for name, actual, terms in (("output", y, 0.0), ("grad_input", grad_input, expected.gradient_scale)):
-            if actual is not None:
-                whole = self.from_counted_rows(getattr(expected, name))
-                require_promised(name, actual, whole[self.samples], max(1.0, whole.abs().max().item(), terms), lost)
+        for name, actual, largest_term in (("output", y, 0.0), ("grad_input", grad_input, expected.gradient_scale)):
+            whole = self.from_rows(getattr(expected, name))
+            scale = max(1.0, whole.abs().max().item(), largest_term)
+            require_promised(name, actual, whole[self.samples], scale, lost)
         # A normalised value is at most sqrt(n).
-        largest_term = self.counted_rows(self.dy).double().abs().sum(0).amax().item() * len(rows) ** 0.5
+        largest_sum = self.rows(self.dy).double().abs().sum(0).amax().item() * len(rows) ** 0.5
         for name, parameter in self.layer.named_parameters():
             error = (self.gather(parameter.grad).double().sum(0) - getattr(expected, f"grad_{name}")).abs().max()
             tolerance = ROUNDING[parameter.dtype] + SUM_TOLERANCE[self.x.dtype] + lost
-            assert error <= tolerance * max(1.0, largest_term), name
+            assert error <= tolerance * max(1.0, largest_sum), name
 
     def check_buffers(self, rows: Tensor, before: dict[str, Tensor]) -> None:
         """Check that the running statistics are rounded once, and equal on all ranks of the group."""
@@ -217,12 +212,12 @@ class Batch:
         assert layer.num_batches_tracked == before["num_batches_tracked"] + 1
         momentum = 1 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
         for name in ("running_mean", "running_var"):
-            actual, expected, scale = layer.get_buffer(name), before[name].double(), 1.0
+            actual, expected, largest_square = layer.get_buffer(name), before[name].double(), 1.0
             if len(rows):
                 statistic = rows.mean(0) if name == "running_mean" else rows.var(0)
                 expected = (1 - momentum) * expected + momentum * statistic
-                scale = max(scale, rows.square().mean(0).max().item())
-            scale = max(scale, expected.abs().max().item())
+                largest_square = max(1.0, rows.square().mean(0).max().item())
+            scale = max(largest_square, expected.abs().max().item())
             require_promised(name, actual, expected, scale, SUM_TOLERANCE[self.x.dtype])
             assert (self.gather(actual) == actual).all(), name
 
@@ -233,49 +228,48 @@ class Batch:
         return torch.stack(tensors)
 
     def evaluate(self) -> None:
-        """Compare an evaluation with F.batch_norm in float64. The statistics may be those of this rank's batch."""
-        layer, (x, z, mask, dy) = self.layer.eval(), self.local()
-        counted, tracked = self.counted[self.samples], self.options["track_running_stats"]
-        rows = x.movedim(self.channel_dim, -1)[counted].as_subclass(Tensor).double()
-        if not tracked and len(rows) < 2:  # F.batch_norm raises an error.
+        """Compare with F.batch_norm in float64, unless the layer has no running statistics."""
+        layer = self.layer.eval()
+        x, z, mask, dy = map(self.local, (self.x, self.z, self.mask, self.dy))
+        self.counted = self.counted[self.samples]
+        rows = self.rows(x).double()
+        if not layer.track_running_stats and len(rows) < 2:  # F.batch_norm raises an error.
             return
         with CountCollectives() as collectives:
             y = layer(x.requires_grad_(), z, mask)
             y.backward(dy)
         assert collectives.total == 0
-        self.check_class(y, x, z)
-        y, grad_x = (tensor.detach().as_subclass(Tensor).movedim(self.channel_dim, -1) for tensor in (y, x.grad))
-        assert not y[~counted].any()
-        assert not grad_x[~counted].any()
-        assert grad_x.isfinite().all()
-        if not rows.numel():
+        assert type(y) is type(x)
+        for result in (y.detach(), x.grad):
+            assert not result.as_subclass(Tensor).movedim(self.channel_dim, -1)[~self.counted].any()
+        assert x.grad.isfinite().all()
+        if not layer.track_running_stats or not rows.numel():
             return
         tensors = layer.running_mean, layer.running_var, layer.weight, layer.bias
         mean, var, weight, bias = (None if tensor is None else tensor.detach().double() for tensor in tensors)
-        expected = F.batch_norm(rows, mean, var, weight, bias, training=not tracked, eps=layer.eps)
-        expected = expected if z is None else expected + z.movedim(self.channel_dim, -1)[counted]
+        expected = F.batch_norm(rows, mean, var, weight, bias, eps=layer.eps)
+        expected = expected if z is None else expected + self.rows(z)
         expected = expected.relu() if layer.fuse_relu else expected
-        if not tracked:
-            mean, var = rows.mean(0), rows.var(0, correction=0)
-        # x * scale, mean * scale and the sum before z are rounded. F.batch_norm adds the values in their compute dtype.
         scale = (var + layer.eps).rsqrt() * (1 if weight is None else weight)
-        largest = max(1.0, expected.abs().max().item(), ((rows.abs() + mean.abs()) * scale.abs()).max().item())
+        largest_term = max(1.0, expected.abs().max().item(), ((rows.abs() + mean.abs()) * scale.abs()).max().item())
         is_finite = expected.abs() < torch.finfo(y.dtype).max / 2
-        error = (y[counted].double() - expected).abs()[is_finite]
-        assert (error <= (4 if tracked else len(rows)) * largest * ROUNDING[y.dtype]).all()
+        error = (self.rows(y.detach()).double() - expected).abs()[is_finite]
+        # x * scale, mean * scale, their sum and the sum with z are rounded.
+        assert (error <= 4 * largest_term * ROUNDING[y.dtype]).all()
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.filterwarnings("ignore:syncbn. these layers take the channels in dim 1 again")
 def test_fuzz(ranks: Ranks, pytestconfig: pytest.Config) -> None:
-    """If a program fails on one rank, it fails on all ranks."""
-    for case in range(pytestconfig.getoption("--fuzz-cases")):
-        draw = random.Random(f"{pytestconfig.getoption('--fuzz-seed')} {case}")
+    """The error names the number of the program that failed."""
+    num_programs, seed = pytestconfig.getoption("--fuzz-cases"), pytestconfig.getoption("--fuzz-seed")
+    for number in range(num_programs):
+        draw = random.Random(f"{seed} {number}")
         try:
             with vote():
                 program = Program(draw, ranks)
                 for _ in range(draw.randint(1, 5)):
                     program.take_step()
         except AssertionError as error:
-            error.add_note(f"case {case}")
+            error.add_note(f"program {number}")
             raise

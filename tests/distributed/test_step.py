@@ -1,4 +1,7 @@
-"""Tests that ranks may take different paths in one step, and that calls keep no layer, batch or group alive."""
+"""Tests of a training step on several ranks: the collective, ranks that take different paths, and freed objects.
+
+test_promises.py has the results of a step.
+"""
 
 import contextlib
 import copy
@@ -12,12 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import voting
-from torch import Tensor, nn
-from training import CountCollectives, frees_first_batch, step
+from oracle import full_batch, relative_error
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from training import CountCollectives, step
 from voting import Ranks
 
 import syncbn
 from syncbn.kernels import available
+from syncbn.ranks import collective
 
 C = 3
 
@@ -28,60 +34,122 @@ def layer_and_input(ranks: Ranks, **options: object) -> tuple[syncbn.SyncBatchNo
     return syncbn.SyncBatchNorm1d(C, device=ranks.device, **options), x
 
 
+# The collective: all_to_all_single in small groups of gloo, all_reduce in other groups.
+
+
+@pytest.mark.parametrize("use_operator", [False, True])
+@pytest.mark.parametrize("uses_all_to_all", [False, True])
+def test_the_total_has_the_same_bits_on_all_ranks(ranks: Ranks, uses_all_to_all: bool, use_operator: bool) -> None:
+    """Otherwise the running statistics of the ranks would drift apart. With all_to_all_single every rank adds the
+    payloads in the order of the ranks."""
+    generator = torch.Generator().manual_seed(0)
+    # 1001 elements cannot be split evenly over 2, 3 or 4 ranks.
+    payloads = torch.randn(ranks.size, 1001, dtype=torch.float64, generator=generator).to(ranks.device)
+    all_to_all_size = ranks.size if uses_all_to_all else 0
+    total = collective.all_reduce(payloads[ranks.rank].clone(), dist.group.WORLD, all_to_all_size, use_operator)
+    tolerance = 0.0 if uses_all_to_all and total.is_cpu else 1e-14
+    torch.testing.assert_close(total, functools.reduce(torch.add, payloads), rtol=tolerance, atol=tolerance)
+    total_of_rank_0 = total.clone()
+    dist.broadcast(total_of_rank_0, 0)
+    assert torch.equal(total, total_of_rank_0)
+
+
+@pytest.mark.parametrize("num_elements", [8192, 8193])
+def test_payloads_above_64_kb_use_all_reduce(ranks: Ranks, num_elements: int) -> None:
+    """Up to 64 kB, which are 8192 elements of float64, all_to_all_single is faster."""
+    payload = torch.ones(num_elements, dtype=torch.float64, device=ranks.device)
+    with CommDebugMode() as collectives:
+        total = collective.all_reduce(payload, dist.group.WORLD, ranks.size)
+    assert total.eq(ranks.size).all()
+    uses_all_to_all = num_elements == 8192 and payload.is_cpu
+    operator = torch.ops.c10d.alltoall_base_ if uses_all_to_all else torch.ops.c10d.allreduce_
+    assert collectives.get_comm_counts() == {operator: 1}
+
+
+def test_profiles_show_the_collectives_inside_the_ranges_of_syncbn(ranks: Ranks) -> None:
+    """docs/gpu.md explains the name of the range of a backward on GPUs."""
+    layer, x = layer_and_input(ranks)
+    with torch.profiler.profile(acc_events=True) as profile:  # Without acc_events torch 2.11 warns.
+        layer(x.requires_grad_()).sum().backward()
+    is_cpu = ranks.device.type == "cpu"
+    name, backward = ("alltoall", "syncbn.backward") if is_cpu else ("allreduce", "_StepBackward")
+    ranges = set()
+    for event in profile.events():
+        if name in event.name:
+            while event is not None:
+                ranges.add(event.name)
+                event = event.cpu_parent
+    assert {"syncbn.forward", backward} <= ranges
+
+
+# Ranks that take different paths.
+
+
+def test_a_rank_whose_output_gets_no_gradient_still_communicates(ranks: Ranks) -> None:
+    """Autograd calls the backward of rank 0 without a gradient. The other ranks wait for the zeros of rank 0."""
+    layer = syncbn.SyncBatchNorm(C, dtype=torch.float64, device=ranks.device)
+    torch.manual_seed(0)
+    x = torch.randn(2 * ranks.size, C, dtype=torch.float64, device=ranks.device)
+    local = ranks.even_slice(len(x))
+    leaf = x[local].requires_grad_()
+    y = layer(leaf)
+    if ranks.rank == 0:
+        y = torch._C._functions.UndefinedGrad()(y)
+    y.sin().sum().backward()
+    dy = torch.cos(full_batch(x, x).output)
+    dy[:2] = 0  # These are the samples of rank 0.
+    assert relative_error(leaf.grad, full_batch(x, dy).grad_input[local]) < 1e-12
+
+
 @pytest.mark.skipif("torch operations" in available(), reason="without kernels no rank takes the fast path")
 @pytest.mark.parametrize("watch", [functools.partial(torch.profiler.profile, acc_events=True), CountCollectives])
-@pytest.mark.parametrize("first_pass", ["forward", "backward"])
+@pytest.mark.parametrize("first_watched", ["forward", "backward"])
 def test_a_rank_with_a_profiler_or_mode_trains_with_ranks_on_the_fast_path(
-    ranks: Ranks, watch: Callable[[], Any], first_pass: str
+    ranks: Ranks, watch: Callable[[], Any], first_watched: str
 ) -> None:
-    """Dispatched kernels send as many elements in the same order, with the same signatures. Otherwise gloo aborts, or
-    the ranks report a difference."""
+    """Dispatched kernels must send as many elements, in the same order and with the same signatures, as direct kernels.
+    Otherwise gloo aborts, or the ranks report that they differ."""
     layer, x = layer_and_input(ranks)
     watched = copy.deepcopy(layer)
     expected = step(layer, layer, x)
     with contextlib.ExitStack() as contexts:
 
-        def hook(*_: object) -> None:
-            contexts.enter_context(watch())
+        def start_watching(*_: object) -> None:
+            if ranks.rank == 0:
+                contexts.enter_context(watch())
 
-        if ranks.rank == 0:
-            (watched.register_forward_pre_hook if first_pass == "forward" else watched.register_forward_hook)(hook)
+        if first_watched == "forward":
+            watched.register_forward_pre_hook(start_watching)
+        else:
+            watched.register_forward_hook(start_watching)
         actual = step(watched, watched, x)
     torch.testing.assert_close(actual, expected)
 
 
-def test_a_layer_that_was_called_is_freed(ranks: Ranks) -> None:
-    """The group keeps what ranks compare about the layer."""
+# Objects that must be freed.
 
-    def call() -> weakref.ref[nn.Module]:
+
+def test_a_layer_and_its_batch_are_freed_after_a_step(ranks: Ranks) -> None:
+    """The group keeps the name and the settings of the layer, which the ranks compare, but not the layer."""
+
+    def run_step() -> list[weakref.ref[object]]:
         layer, x = layer_and_input(ranks)
-        layer(x).sum().backward()
-        return weakref.ref(layer)
+        layer(x.requires_grad_()).sum().backward()
+        return [weakref.ref(layer), weakref.ref(x)]
 
-    reference = call()
+    references = run_step()
     gc.collect()
-    assert reference() is None
+    assert [reference() for reference in references] == [None, None]
 
 
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, CountCollectives])
-@pytest.mark.parametrize("process_group", [None, 1])
-def test_the_first_batch_is_freed(
-    ranks: Ranks, mode: Callable[[], contextlib.AbstractContextManager[object]], process_group: int | None
-) -> None:
-    """The first call must not read the local variables of its callers: Python 3.11 and 3.12 keep their values."""
-    model = syncbn.convert_syncbn_model(nn.Sequential(nn.Conv1d(C, C, 1), nn.BatchNorm1d(C)), process_group)
-    with mode():
-        assert frees_first_batch(model.to(ranks.device), ranks.device)
-
-
-@pytest.mark.parametrize("process_group", [None, "all", 1])
-def test_a_layer_that_was_called_does_not_keep_its_group_and_finds_the_next(
+@pytest.mark.parametrize("process_group", [None, "int", 1])
+def test_a_layer_keeps_no_destroyed_group_and_trains_over_the_next_group(
     ranks: Ranks, process_group: str | int | None
 ) -> None:
-    """gloo closes its connections, which wakes the other ranks, when the last reference to a group is released."""
-    voting.world.replace_group()  # An error of another test may keep the old group.
-    spec = ranks.size if process_group == "all" else process_group
-    layer, x = layer_and_input(ranks, process_group=spec, momentum=1.0)
+    """gloo closes the connections of a group, which wakes waiting ranks, when the last reference is released."""
+    voting.world.replace_group()  # The error of another test may hold a reference to the old group.
+    layer, x = layer_and_input(ranks, process_group=ranks.size if process_group == "int" else process_group)
+    layer.momentum = 1.0
     layer(x).sum().backward()
     expected, group = layer.running_mean.clone(), weakref.ref(dist.group.WORLD)
     voting.world.replace_group()
@@ -90,16 +158,3 @@ def test_a_layer_that_was_called_does_not_keep_its_group_and_finds_the_next(
     layer.reset_running_stats()
     layer(x)
     assert torch.equal(layer.running_mean, expected)
-
-
-def test_a_layer_may_have_another_group_in_each_call(ranks: Ranks) -> None:
-    """`syncbn.summary` describes the last call."""
-    layer, x = layer_and_input(ranks, momentum=1.0)
-    layer(x)
-    mean_of_all = layer.running_mean.clone()
-    for spec in (dist.new_group(), 1, ranks.size, 1, None):
-        layer.process_group = spec
-        layer(x)
-        torch.testing.assert_close(layer.running_mean, x.mean((0, 2)) if spec == 1 else mean_of_all)
-        expected = "not synchronised" if spec == 1 else f"synchronised over {ranks.size} ranks"
-        assert syncbn.summary(layer)[0].last_step == expected
