@@ -32,7 +32,7 @@ STARTS_PROGRAMS = {  # part -> its files, tests/test_NAME.py; the longest part c
 COMPILES = "gpu_static", "inductor"
 INTERPRETED = "kernels", "triton"  # with Triton's interpreter
 # Of tests/distributed: files in which nothing depends on the number of ranks; files that also run on 4 ranks.
-TWO_RANKS = "conversion", "guides"
+TWO_RANKS = ("conversion",)
 FOUR_RANKS = "ddp", "equality", "fsdp", "fuzz", "groups", "pipeline_schedules"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"
 PYTEST = "pytest -v -o console_output_style=count"  # prints a line with the number of each test
