@@ -48,7 +48,7 @@ def compare(ranks: Ranks, plain: nn.Module, wrap: Callable[[nn.Module], nn.Modul
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_equals_the_unchecked_model(ranks: Ranks, use_reentrant: bool) -> None:
-    """The recompute repeats the collectives of the forward. test_recipes.py has a policy that saves their results."""
+    """The recompute repeats the collectives of the forward. test_guides.py has a policy that saves their results."""
     wrap = partial(Checkpointed, use_reentrant=use_reentrant)
     compare(ranks, block(), wrap)
     model = wrap(block().to(ranks.device))
