@@ -69,18 +69,13 @@ def test_two_processes_of_accelerate_train_as_one(tmp_path: Path) -> None:
     assert two["final loss"] == pytest.approx(one["final loss"], rel=1e-9)
 
 
-def write_digits(folder: Path, num_train: int, num_val: int) -> None:
-    """Write `num_train` and `num_val` images (32, 32) of each digit into folders like those of ImageNet."""
+def test_imagenet_learns_ten_classes_and_counts_each_validation_image_once(tmp_path: Path) -> None:
     images, labels = load_digits(return_X_y=True)
     for label in range(10):
-        for index, pixels in enumerate(images[labels == label][: num_train + num_val].reshape(-1, 8, 8)):
-            path = folder / ("train" if index < num_train else "val") / str(label) / f"{index}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((pixels * (255 / 16)).astype(np.uint8)).resize((32, 32)).save(path)
-
-
-def test_imagenet_learns_ten_classes_and_counts_each_validation_image_once(tmp_path: Path) -> None:
-    write_digits(tmp_path / "data", num_train=20, num_val=5)
+        for index, pixels in enumerate(images[labels == label][:25].astype(np.uint8)):
+            folder = tmp_path / "data" / ("train" if index < 20 else "val") / str(label)
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(15 * pixels.reshape(8, 8)).resize((32, 32)).save(folder / f"{index}.png")
     (tmp_path / "data/val/9/20.png").unlink()  # The remaining 49 images cannot be divided between two ranks.
     tiny = "--image-size", 32, "--blocks", 1, 1, 1, 1, "--width", 8, "--workers", 0, "--smallest-crop", 0.8
     schedule = "--images-per-rank", 16, "--epochs", 12, "--warm-up", 1, "--learning-rate", 2, "--momentum", 0.8

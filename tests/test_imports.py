@@ -28,18 +28,13 @@ def module_name(file: Path) -> str:
 TREES = {module_name(file): ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
 
 
-def imports(importer: str) -> set[str]:
-    """Return the modules of the package that a module imports, also if only for type annotations."""
-    modules = set()
-    for node in ast.walk(TREES[importer]):
+IMPORTS: dict[str, set[str]] = {module: set() for module in TREES}  # also imports for type annotations
+for importer, tree in TREES.items():
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"  # a module, or an object of the module `node.module`
-                modules.add(name if name in TREES else node.module)
-    return {module for module in modules & TREES.keys() if (importer, module) not in IMPORTED_IN_METHODS}
-
-
-IMPORTS = {module: imports(module) for module in TREES}
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules = {name if name in TREES else node.module for name in names} & TREES.keys()
+            IMPORTS[importer] |= {module for module in modules if (importer, module) not in IMPORTED_IN_METHODS}
 
 
 def test_there_are_no_import_cycles() -> None:

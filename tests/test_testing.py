@@ -1,7 +1,6 @@
 """Tests that syncbn.testing and `python -m syncbn` accept a model exactly if ranks train it as one process does."""
 
 import re
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,8 @@ from trained_as_one import batch
 
 import syncbn
 from syncbn.__main__ import info
+from syncbn.kernels import cpu
 from syncbn.testing import assert_matches_full_batch
-
-PACKAGE = Path(syncbn.__file__).resolve().parent
 
 
 def test_ranks_that_are_spawned_train_as_one_process() -> None:
@@ -90,7 +88,7 @@ def test_info_is_printed_by_rank_0_of_torchrun_and_by_every_other_process() -> N
     """Some clusters set RANK, but not LOCAL_RANK, in shells that torchrun did not start."""
     facts = info()
     assert (facts["torch"], facts["kernels"]) == (torch.__version__, syncbn.kernels.available())
-    assert facts["syncbn"] == f"{syncbn.__version__}, {PACKAGE}"
+    assert facts["syncbn"] == f"{syncbn.__version__}, {Path(syncbn.__file__).resolve().parent}"
     assert "gloo" in facts["backends"]
     lines = run_program("info", RANK="1").splitlines()
     assert [line.split()[0] for line in lines] == [*facts]
@@ -100,19 +98,17 @@ def test_info_is_printed_by_rank_0_of_torchrun_and_by_every_other_process() -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other platforms have no C++ kernels")
-def test_info_explains_missing_kernels(tmp_path: Path) -> None:
+def test_info_explains_missing_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the folder of a clone Python finds the package of the clone before the installed package."""
     clone, installed = tmp_path / "clone/syncbn", tmp_path / "site-packages/syncbn"
-    shutil.copytree(PACKAGE, clone, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    monkeypatch.setattr(cpu, "FILE", clone / "kernels/_cpu.so")
+    monkeypatch.setattr(sys, "path", [str(clone.parent), str(installed.parent)])
+    reason = cpu.load.__wrapped__()
+    assert reason.startswith(f"not built in {clone}: syncbn was not installed from there, there is no C++ compiler")
     (installed / "kernels").mkdir(parents=True)
-    other_folders = [folder for folder in sys.path if not Path(folder, "syncbn").exists()]
-    path = [str(clone.parent), str(installed.parent), *other_folders]
-    program = f"import sys\nsys.path = {path}\n{PROGRAM.format('')}"
-    missing = f"not built in {clone}: syncbn was not installed from there, there is no C++"
-    assert missing in run_text(program, "info")
     (installed / "kernels/_cpu.so").touch()
-    hidden = f"not built in {clone}, which hides the installed {installed}; start Python in another folder"
-    assert hidden in run_text(program, "info")
+    remedy = "start Python in another folder"
+    assert cpu.load.__wrapped__() == f"not built in {clone}, which hides the installed {installed}; {remedy}"
 
 
 def test_check_without_torchrun_checks_one_process() -> None:
