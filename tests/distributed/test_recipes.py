@@ -3,10 +3,12 @@
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from guides import code_block, run_block, run_code
 from running_statistics import merge_running_stats, recompute_running_stats
@@ -50,6 +52,13 @@ def assert_equals_one_process(ranks: Ranks, sizes: list[int], recipe: Callable[[
     expected_per_sample, expected_common = recipe(slice(None), 1)
     expected = [values[samples] for values in expected_per_sample], expected_common
     assert_close(recipe(samples, None), expected)
+
+
+def world(ranks: Ranks, process_group: int | None) -> dict[str, Any]:
+    """Return `world_size` and `dist` of the ranks, or of one process if the group is 1."""
+    if process_group is None:
+        return {"world_size": ranks.size, "dist": dist}
+    return {"world_size": 1, "dist": SimpleNamespace(get_world_size=lambda: 1, all_reduce=lambda tensor: None)}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -153,7 +162,7 @@ def test_a_step_has_the_gradients_and_buffers_of_one_process(ranks: Ranks, step:
 
     def train(samples: slice, process_group: int | None) -> Results:
         model = syncbn.convert_syncbn_model(copy.deepcopy(initial_model), process_group)
-        variables = {"model": model, "ddp": DistributedDataParallel(model), "world_size": ranks.size}
+        variables = {"model": model, "ddp": DistributedDataParallel(model)} | world(ranks, process_group)
         names = run_code(step, **variables, **{name: tensor[samples] for name, tensor in batch.items()})
         return [], names.get("gradients", gradients(model)) | dict(model.named_buffers())
 
@@ -394,14 +403,13 @@ def test_batch_renorm_trains_as_in_one_process(ranks: Ranks) -> None:
 def test_images_of_deep_inversion_have_the_gradients_of_one_process(ranks: Ranks) -> None:
     teacher = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.BatchNorm1d(36))
     images, labels = torch.randn(2 * ranks.size, 3, 5, 5), torch.randint(36, (2 * ranks.size,))
-    names = run_block("works_with.md", "class FeatureLoss")
 
     def gradient(samples: slice, process_group: int | None) -> Results:
+        names = run_block("works_with.md", "class FeatureLoss", **world(ranks, process_group))
         names["sync_batch_stats"] = functools.partial(sync_batch_stats, process_group=process_group)
         leaf, model = images[samples].clone().requires_grad_(), copy.deepcopy(teacher)
         names["loss_of"](leaf, labels[samples], model, names["FeatureLoss"](model)).backward()
-        # The guide divides the loss by the number of ranks, which is 1 for one process.
-        return [leaf.grad * (ranks.size if process_group == 1 else 1)], {}
+        return [leaf.grad], {}
 
     assert_equals_one_process(ranks, [2] * ranks.size, gradient)
 
