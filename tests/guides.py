@@ -1,6 +1,7 @@
 """Find and run the code blocks of README.md and docs/."""
 
 import itertools
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # groups: the language, the code
 # The guides use these names without importing them.
 NAMES = {
-    "torch": torch, "Tensor": Tensor, "nn": nn, "F": F, "dist": dist, "itertools": itertools, "syncbn": syncbn,
-    "DistributedDataParallel": DistributedDataParallel,
+    "torch": torch, "Tensor": Tensor, "nn": nn, "F": F, "dist": dist, "itertools": itertools, "os": os,
+    "syncbn": syncbn, "DistributedDataParallel": DistributedDataParallel,
 }  # fmt: skip
 
 

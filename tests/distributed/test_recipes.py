@@ -23,7 +23,7 @@ import syncbn
 from syncbn.functional import sync_batch_stats
 from syncbn.testing import unequal
 
-# float64 has roundings of 1e-16, which grow in training.
+# Rounding errors in float64 are 1e-16, and grow in training.
 assert_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
@@ -32,30 +32,28 @@ def defaults_of_torch(ranks: Ranks) -> Iterator[None]:
     """Let all ranks draw the same random numbers, in float64 and on their devices."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
-    if ranks.device.type != "cpu":
-        torch.set_default_device(ranks.device)
+    torch.set_default_device(ranks.device)
     yield
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
 
 
-Results = tuple[list[Sequence[Tensor]], dict[str, Tensor]]  # values per sample; tensors that are equal on all ranks
+Results = tuple[list[Sequence[Tensor]], dict[str, Tensor]]  # rows for the samples; tensors that all ranks share
 
 
 def assert_equals_one_process(ranks: Ranks, sizes: list[int], recipe: Callable[[slice, int | None], Results]) -> None:
-    """Assert that `recipe(samples, process_group)` on ranks with `sizes` samples equals the recipe in one process.
+    """Assert that `recipe(samples, process_group)` on ranks with `sizes` samples gives the results of one process.
 
-    For the expected results, every rank runs the recipe with all samples in a group of its own, so DDP averages equal
-    gradients.
+    In place of one process, each rank runs the recipe on all samples in a group of one rank: DDP averages equal values.
     """
     samples = ranks.local_slice(sizes)
-    expected_per_sample, expected_common = recipe(slice(None), 1)
-    expected = [values[samples] for values in expected_per_sample], expected_common
-    assert_close(recipe(samples, None), expected)
+    all_rows, expected_shared = recipe(slice(None), 1)
+    rows, shared = recipe(samples, None)
+    assert_close((rows, shared), ([expected_rows[samples] for expected_rows in all_rows], expected_shared))
 
 
 def world(ranks: Ranks, process_group: int | None) -> dict[str, Any]:
-    """Return `world_size` and `dist` of the ranks, or of one process if the group is 1."""
+    """Return `world_size` and `dist` for all ranks, or for one process if the group is 1."""
     if process_group is None:
         return {"world_size": ranks.size, "dist": dist}
     return {"world_size": 1, "dist": SimpleNamespace(get_world_size=lambda: 1, all_reduce=lambda tensor: None)}
@@ -143,18 +141,16 @@ def test_merged_running_statistics_are_those_of_all_batches(ranks: Ranks) -> Non
     assert_close(untrained.running_var, torch.ones(3))
 
 
-SCALED_LOSS = code_block("uneven_data.md", "loss = F.cross_entropy(ddp(x), ") + "loss.backward()"
-PENALTY = code_block("torch_features.md", "between = torch.lerp")
-TORCH_FUNC = code_block("torch_features.md", "from torch.func import functional_call")
+STEPS = {  # name -> code, numbers of samples of the ranks
+    "scaled loss": (code_block("uneven_data.md", "loss = F.cross_entropy(ddp(x), ") + "loss.backward()", [3, 1, 2, 2]),
+    "gradient penalty": (code_block("torch_features.md", "between = torch.lerp"), [2, 2, 2, 2]),
+    "torch.func": (code_block("torch_features.md", "from torch.func import functional_call"), [2, 2, 2, 2]),
+}
 
 
-@pytest.mark.filterwarnings("ignore:Grad strides")  # DDP copies gradients (1, N) whose strides are not its own.
-@pytest.mark.parametrize(
-    ("step", "sizes"),
-    [(SCALED_LOSS, [3, 1, 2, 2]), (PENALTY, [2, 2, 2, 2]), (TORCH_FUNC, [2, 2, 2, 2])],
-    ids=["a loss scaled by the number of samples", "a gradient penalty", "torch.func"],
-)
-def test_a_step_has_the_gradients_and_buffers_of_one_process(ranks: Ranks, step: str, sizes: list[int]) -> None:
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_has_the_gradients_and_buffers_of_one_process(ranks: Ranks, name: str) -> None:
+    step, sizes = STEPS[name]
     initial_model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5))
     num_samples = sum(sizes[: ranks.size])
     batch = {name: torch.rand(num_samples, 4) for name in ("x", "images", "real", "fake", "mix")}
@@ -289,7 +285,7 @@ def test_hosts_normalise_alone_until_they_become_one_group(ranks: Ranks, monkeyp
     """With a local world size of 1 each rank is a host."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     code = code_block("groups.md", "ddp = DistributedDataParallel(").replace("forward_sync_buffers", BROADCAST_BUFFERS)
-    names = run_code(f"import os\n{code}", model=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    names = run_code(code, model=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     model, x = names["model"], torch.randn(5, 3) * (1 + ranks.rank)
     names["ddp"](x).pow(3).sum().backward()
     assert unequal(model.state_dict()) == ["1.running_mean", "1.running_var"]
