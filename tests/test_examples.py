@@ -20,26 +20,24 @@ def train_on_two_ranks(output: Path, name: str, *settings: object) -> dict[str, 
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize(
-    "command", ["digits --epochs 1 --steps 30", "segmentation --steps 5 --width 4 --test-scenes 4"]
-)
-def test_models_train_as_one_process_with_syncbn_and_not_with_local_batch_norm(command: str, tmp_path: Path) -> None:
-    metrics = train_on_two_ranks(tmp_path, *command.split())
+@pytest.mark.parametrize("job", ["digits --epochs 1 --steps 30", "segmentation --steps 5 --width 4 --test-scenes 4"])
+def test_models_train_as_one_process_with_syncbn_and_not_with_local_batch_norm(job: str, tmp_path: Path) -> None:
+    metrics = train_on_two_ranks(tmp_path, *job.split())
     assert metrics["ranks"] == 2
     assert metrics["runs"]["syncbn"]["distance"] < ROUNDING
     assert metrics["runs"]["local"]["distance"] > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("command", "distance"),
+    ("job", "distance"),
     [
         ("wgan_gp --steps 10", "distance of the critic's gradients from one process"),
         ("fsdp_digits --epochs 1 --steps 30", "largest distance from one process"),
         ("finetune --pretrain-steps 20 --steps 10", "largest distance of syncbn from one process"),
     ],
 )
-def test_other_jobs_train_as_one_process(command: str, distance: str, tmp_path: Path) -> None:
-    assert train_on_two_ranks(tmp_path, *command.split())[distance] < ROUNDING
+def test_other_jobs_train_as_one_process(job: str, distance: str, tmp_path: Path) -> None:
+    assert train_on_two_ranks(tmp_path, *job.split())[distance] < ROUNDING
 
 
 def test_the_loss_curves_of_segmentation_seeds_are_those_of_one_process(tmp_path: Path) -> None:
@@ -49,10 +47,10 @@ def test_the_loss_curves_of_segmentation_seeds_are_those_of_one_process(tmp_path
 
 
 @pytest.mark.parametrize("settings", ["images --images 4", "shards"])
-def test_each_kind_of_batch_norm_has_another_test_error(settings: str, tmp_path: Path) -> None:
-    command = "evidence/local_batch_norm", *settings.split(), "--seeds", 1, "--epochs", 1
-    errors = train_on_two_ranks(tmp_path, *command)["test errors in %"].values()
-    assert len(set(map(str, errors))) == len(errors)
+def test_no_two_kinds_of_batch_norm_have_equal_test_errors(settings: str, tmp_path: Path) -> None:
+    job = "evidence/local_batch_norm", *settings.split(), "--seeds", 1, "--epochs", 1
+    errors = train_on_two_ranks(tmp_path, *job)["test errors in %"].values()
+    assert len({str(error) for error in errors}) == len(errors)
 
 
 def test_local_noise_prints_its_table() -> None:

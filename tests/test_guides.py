@@ -12,8 +12,7 @@ from guides import BLOCK, ROOT, code_block, python_blocks
 
 import syncbn
 
-GUIDES = sorted(ROOT.glob("docs/*.md"))
-PAGES = [ROOT / "README.md", ROOT / "examples/README.md", ROOT / ".github/CONTRIBUTING.md", *GUIDES]
+PAGES = [ROOT / "README.md", ROOT / "examples/README.md", ROOT / ".github/CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
 API_PAGE = (ROOT / "docs/api.md").read_text()
 API_NAME = re.compile(r"^syncbn\.([\w.]+)\(", re.MULTILINE)
 

@@ -132,9 +132,8 @@ world: World | None = None
 
 
 def release_locals(error: BaseException | None) -> None:
-    """Release the local variables in the tracebacks of `error` and of the errors that it followed. The autograd graphs
-    and errors of a test keep references to its group, and gloo closes the connections of a group, which wakes waiting
-    ranks, only when the last reference is released."""
+    """Release the local variables in the tracebacks of `error` and of the errors before it. Autograd graphs and errors
+    keep references to their group, and gloo wakes waiting ranks only when the last reference is released."""
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             with contextlib.suppress(RuntimeError):  # The frame is still running.
@@ -196,8 +195,7 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Leave the session with the other ranks. Only rank 0 reports failed tests in its exit status: torchrun ends all
-    ranks when the first of them fails, and rank 0 prints the summary before it ends."""
+    """Let only rank 0 exit with an error: torchrun ends all ranks when one fails, and rank 0 prints the summary."""
     if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:  # The option -k may select no test.
         session.exitstatus = pytest.ExitCode.OK
     if world is not None:
