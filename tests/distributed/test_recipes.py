@@ -38,22 +38,23 @@ def defaults_of_torch(ranks: Ranks) -> Iterator[None]:
     torch.set_default_device(None)
 
 
-Results = tuple[list[Sequence[Tensor]], dict[str, Tensor]]  # rows for the samples; tensors that all ranks share
+Results = tuple[list[Sequence[Tensor]], dict[str, Tensor]]
 
 
 def assert_equals_one_process(ranks: Ranks, sizes: list[int], recipe: Callable[[slice, int | None], Results]) -> None:
-    """Assert that `recipe(samples, process_group)` on ranks with `sizes` samples gives the results of one process.
+    """Assert that ranks with `sizes` samples get the results of one process with all samples.
 
-    In place of one process, each rank runs the recipe on all samples in a group of one rank: DDP averages equal values.
+    `recipe(samples, process_group)` returns values with a row for each sample, and tensors that are equal on all ranks.
+    Each rank also stands in for the one process: it runs the recipe with all samples and a group of one rank, and DDP
+    averages equal gradients.
     """
     samples = ranks.local_slice(sizes)
-    all_rows, expected_shared = recipe(slice(None), 1)
-    rows, shared = recipe(samples, None)
-    assert_close((rows, shared), ([expected_rows[samples] for expected_rows in all_rows], expected_shared))
+    all_rows, expected_tensors = recipe(slice(None), 1)
+    assert_close(recipe(samples, None), ([rows[samples] for rows in all_rows], expected_tensors))
 
 
 def world(ranks: Ranks, process_group: int | None) -> dict[str, Any]:
-    """Return `world_size` and `dist` for all ranks, or for one process if the group is 1."""
+    """Return the variables `world_size` and `dist` of a recipe on all ranks or, if the group is 1, in one process."""
     if process_group is None:
         return {"world_size": ranks.size, "dist": dist}
     return {"world_size": 1, "dist": SimpleNamespace(get_world_size=lambda: 1, all_reduce=lambda tensor: None)}
@@ -68,12 +69,12 @@ def test_a_model_is_converted_for_training_and_reverted_for_deployment(ranks: Ra
     assert isinstance(converted[0][1], syncbn.SyncBatchNorm2d)
     ddp = run_block("tutorial.md", "model = syncbn", model=small_model())["ddp"]
     assert isinstance(ddp.module[0][1], syncbn.SyncBatchNorm2d)
-    run_block("deploy.md", "[name for name, layer", model=ddp.module)
     model = run_block("deploy.md", "model = syncbn", ddp=ddp)["model"]
+    run_block("deploy.md", "[name for name, layer", model=model)
     assert type(model[0][1]) is nn.BatchNorm2d
     assert not model.training
     model = run_block("works_with.md", "model = syncbn", model=nn.Sequential(nn.SyncBatchNorm(4)))["model"]
-    assert isinstance(model[0], nn.BatchNorm2d)  # and no longer a subclass of nn.SyncBatchNorm
+    assert isinstance(model[0], nn.BatchNorm2d)  # An nn.SyncBatchNorm is not an nn.BatchNorm2d.
 
 
 def test_a_layer_with_fuse_relu_replaces_the_sum_and_relu_of_a_residual_block(ranks: Ranks) -> None:
@@ -98,11 +99,9 @@ def test_micro_batches_count_once_and_ema_copies_are_equal_on_all_ranks(ranks: R
     run_block("running_statistics.md", "assert not unequal", model=averaged)
 
 
-@pytest.mark.parametrize("process_group", [None, 1, "not converted"])
-def test_recomputed_running_statistics_are_those_of_the_data_of_all_ranks(
-    ranks: Ranks, process_group: int | str | None
-) -> None:
-    """The last rank has no batch. The old running statistics do not count, and nothing else in the model changes."""
+@pytest.mark.parametrize("layers", ["synchronised", "synchronised on one rank", "local"])
+def test_recomputed_running_statistics_are_those_of_the_data_of_all_ranks(ranks: Ranks, layers: str) -> None:
+    """The last rank has no batch. The previous statistics do not count. Nothing else in the model changes."""
     sizes = [*range(1, ranks.size), 0]
     x = torch.randn(2, sum(sizes), 3, 4, 5) * 3 + 1  # two batches of all ranks
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None))
@@ -110,8 +109,8 @@ def test_recomputed_running_statistics_are_those_of_the_data_of_all_ranks(
     dropout.eval()
     hidden = torch.stack([copy.deepcopy(model)[:3](whole_batch) for whole_batch in x])
     model.train()
-    if process_group != "not converted":
-        syncbn.convert_syncbn_model(model, process_group)
+    if layers != "local":
+        syncbn.convert_syncbn_model(model, None if layers == "synchronised" else 1)
     second.eval()
     first.running_var.fill_(torch.nan)
     first.num_batches_tracked.fill_(ranks.rank)
@@ -137,7 +136,8 @@ def test_merged_running_statistics_are_those_of_all_batches(ranks: Ranks) -> Non
     merge_running_stats(nn.Sequential(layer, untrained))
     weights = torch.arange(float(ranks.size)) / sum(range(ranks.size))
     mean = weights @ means
-    assert_close((layer.running_mean, layer.running_var), (mean, weights @ (variances + (means - mean) ** 2)))
+    var = weights @ (variances + (means - mean) ** 2)
+    assert_close((layer.running_mean, layer.running_var), (mean, var))
     assert_close(untrained.running_var, torch.ones(3))
 
 
@@ -213,7 +213,7 @@ LOOPS = {
 
 
 class View(nn.Module):
-    """Flattens (N, ...). An empty batch raises "cannot reshape tensor of 0 elements"."""
+    """Flattens (N, ...) and, like some models, refuses an empty batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.view(len(x), -1)
@@ -262,7 +262,7 @@ def test_ranks_that_run_out_of_data_train_as_one_process(ranks: Ranks, loop: str
 
 
 def test_a_recurrent_network_may_call_a_layer_more_often_on_some_ranks(ranks: Ranks) -> None:
-    """By the rule "Numbers of calls": a rank whose sequences have ended passes empty batches."""
+    """A rank whose sequences have ended passes empty batches, as docs/rules.md says under "Numbers of calls"."""
     initial_model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     x = torch.randn(2 * ranks.size, 3)
     lengths = torch.arange(ranks.size).repeat_interleave(2) * 3 + 2
@@ -281,7 +281,7 @@ def test_a_recurrent_network_may_call_a_layer_more_often_on_some_ranks(ranks: Ra
 
 
 def test_hosts_normalise_alone_until_they_become_one_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a local world size of 1 each rank is a host."""
+    """Each rank stands for a host: the local world size is 1."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     code = code_block("groups.md", "ddp = DistributedDataParallel(").replace("forward_sync_buffers", BROADCAST_BUFFERS)
     names = run_code(code, model=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
@@ -295,11 +295,11 @@ def test_hosts_normalise_alone_until_they_become_one_group(ranks: Ranks, monkeyp
 
 @pytest.mark.compiles
 def test_a_model_is_converted_then_compiled_then_wrapped(ranks: Ranks) -> None:
-    """The test uses the tracing of Inductor without its compiler, which test_compile.py runs."""
+    """The backend aot_eager traces like Inductor, and does not compile. test_compile.py runs Inductor."""
     code = code_block("torch_features.md", "ddp = DistributedDataParallel(torch.compile")
     code = code.replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"')
     batch = {"images": torch.randn(4, 1, 8, 8, dtype=torch.float32) + ranks.rank, "labels": torch.arange(4)}
-    build_model = functools.partial(small_model, torch.float32)  # Autocast leaves float64 as it is.
+    build_model = functools.partial(small_model, torch.float32)  # Autocast does not change float64.
     model = run_code(code, build_model=build_model, **batch, device=ranks.device)["model"]
     assert model[0][1].num_batches_tracked == 1
     assert unequal(gradients(model) | dict(model.named_buffers())) == []
@@ -362,7 +362,7 @@ def test_the_shards_of_a_dtensor_are_one_batch(ranks: Ranks, dim: int) -> None:
 
 @pytest.mark.parametrize("num_domains", [1, 2])
 def test_a_norm_for_each_domain_normalises_the_samples_of_all_ranks_together(ranks: Ranks, num_domains: int) -> None:
-    """Ranks r, r + num_domains, ... have the samples of a domain. The last norm of the layer gets no sample."""
+    """The ranks take turns with the domains. No rank has samples of the last domain."""
     domain, index = ranks.rank % num_domains, ranks.rank // num_domains
     x = torch.randn(ranks.size, 2, 4, 3, 3)  # two images for each rank
     whole_domain = x[domain::num_domains].flatten(0, 1).requires_grad_()
@@ -377,7 +377,7 @@ def test_a_norm_for_each_domain_normalises_the_samples_of_all_ranks_together(ran
 
 
 def test_batch_renorm_trains_as_in_one_process(ranks: Ranks) -> None:
-    """A subclass that calls sync_batch_stats counts as synchronised after a conversion."""
+    """After the conversion `summary` reports that a layer which calls sync_batch_stats is synchronised."""
     names = run_block("works_with.md", "class BatchRenorm1d")
     batches = torch.randn(3, 4 * ranks.size, 5) * 3 + 20
 
@@ -410,7 +410,7 @@ def test_images_of_deep_inversion_have_the_gradients_of_one_process(ranks: Ranks
 
 
 def test_a_frozen_layer_stays_frozen_in_copies_until_it_is_unfrozen(ranks: Ranks) -> None:
-    """The layer is frozen before its conversion and, like all layers, in the first two of three epochs."""
+    """The layer is frozen before the conversion, and the second block freezes it for two of three epochs."""
     names = run_block("faq.md", "def freeze")
     model = nn.Sequential(nn.BatchNorm1d(3))
     names["freeze"](model[0])

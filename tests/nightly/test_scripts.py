@@ -66,7 +66,7 @@ def link_targets(text: str) -> list[str]:
 
 
 def test_the_description_on_the_package_index_has_no_relative_link() -> None:
-    """test_guides.py follows the links of README.md. The addresses are set at the first release."""
+    """The first release sets addresses like these. test_guides.py follows the links of README.md."""
     readme = (ROOT / "README.md").read_text()
     addresses = {"Repository": "https://example.org/syncbn", "Documentation": "https://guides.example.org/syncbn/"}
     targets = link_targets(description(readme, addresses, "0.1"))
