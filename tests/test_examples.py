@@ -10,7 +10,7 @@ from jobs import EXAMPLES, run_on_ranks, run_script
 from PIL import Image
 from sklearn.datasets import load_digits
 
-ROUNDING = 1e-10  # Roundings in float64, 1e-16, grow in some steps of training, but not to this.
+ROUNDING = 1e-10  # Rounding errors in float64 are 1e-16, and grow in training, but not to 1e-10.
 
 
 def train_on_two_ranks(output: Path, name: str, *settings: object) -> dict[str, Any]:

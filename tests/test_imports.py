@@ -8,7 +8,7 @@ import syncbn
 
 PACKAGE = Path(syncbn.__file__).parent
 LOWEST = "syncbn.torch_internals", "syncbn.texts", "syncbn.payload"
-# A module whose name begins with the key may import modules whose names begin with these.
+# Prefix of a module's name -> prefixes of the modules that it may import
 ALLOWED = {
     "syncbn.torch_internals": LOWEST,
     "syncbn.payload": (),
@@ -28,7 +28,8 @@ def module_name(file: Path) -> str:
 TREES = {module_name(file): ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
 
 
-IMPORTS: dict[str, set[str]] = {module: set() for module in TREES}  # also imports for type annotations
+# Imports for type annotations count, too.
+IMPORTS: dict[str, set[str]] = {module: set() for module in TREES}
 for importer, tree in TREES.items():
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):

@@ -28,8 +28,8 @@ print(json.dumps([sorted(loaded), before, resources(), created]))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads open files from /proc")
 def test_an_import_loads_only_modules_of_syncbn_and_creates_nothing(tmp_path: Path) -> None:
-    """No thread, file, folder, process group or operator. A folder named `syncbn` in the working directory, such as a
-    clone, does not hide the package."""
+    """The import starts no thread, opens no file, and creates no folder, process group or operator. A folder named
+    `syncbn` in the working directory does not hide the package."""
     (tmp_path / "syncbn").mkdir()
     printed = run(sys.executable, "-c", IMPORT, folder=tmp_path, TMPDIR=str(tmp_path))
     loaded, resources_before, resources_after, created = json.loads(printed)
@@ -50,8 +50,7 @@ assert group() is None
 
 
 def test_an_import_after_init_process_group_does_not_keep_the_group() -> None:
-    """torch.distributed.nn.functional, if it was imported then, would keep the group, and gloo's threads would run
-    until the process ends, which may abort it."""
+    """A group that stays alive keeps gloo's threads running, which may abort the process at its end."""
     run(sys.executable, "-c", LATE_IMPORT)
 
 

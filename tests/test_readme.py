@@ -47,7 +47,7 @@ def test_the_block_that_joins_spawned_processes_runs() -> None:
 
 
 def test_an_installed_package_and_a_clone_find_their_kernels(tmp_path: Path) -> None:
-    """By `pip install .` and `python -m syncbn info`. To save time, the compiler copies the library of this clone."""
+    """To save time, `pip install` gets a C++ compiler that copies the library of this clone."""
     ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
     clone, installed = shutil.copytree(ROOT, tmp_path / "clone", ignore=ignored), tmp_path / "installed"
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", installed]

@@ -361,7 +361,7 @@ def test_the_shards_of_a_dtensor_are_one_batch(ranks: Ranks, dim: int) -> None:
 
 
 @pytest.mark.parametrize("num_domains", [1, 2])
-def test_a_norm_for_each_domain_normalises_the_samples_of_all_ranks_together(ranks: Ranks, num_domains: int) -> None:
+def test_domain_norms_normalise_the_samples_of_a_domain_over_all_ranks(ranks: Ranks, num_domains: int) -> None:
     """The ranks take turns with the domains. No rank has samples of the last domain."""
     domain, index = ranks.rank % num_domains, ranks.rank // num_domains
     x = torch.randn(ranks.size, 2, 4, 3, 3)  # two images for each rank
