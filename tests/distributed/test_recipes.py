@@ -261,8 +261,8 @@ def test_ranks_that_run_out_of_data_train_as_one_process(ranks: Ranks, loop: str
         assert_close(actual[name].state_dict(), expected[name].state_dict())
 
 
-def test_a_recurrent_network_may_call_a_layer_more_often_on_some_ranks(ranks: Ranks) -> None:
-    """A rank whose sequences have ended passes empty batches, as docs/rules.md says under "Numbers of calls"."""
+def test_a_recurrent_network_trains_on_ranks_with_sequences_of_different_lengths(ranks: Ranks) -> None:
+    """A rank whose sequences have ended passes empty batches: see "Numbers of calls" in docs/rules.md."""
     initial_model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     x = torch.randn(2 * ranks.size, 3)
     lengths = torch.arange(ranks.size).repeat_interleave(2) * 3 + 2
