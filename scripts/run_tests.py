@@ -31,7 +31,7 @@ STARTS_PROGRAMS = {  # part -> names of its files, tests/test_NAME.py; the longe
 COMPILES = "gpu_static", "inductor"  # --quick leaves these files out
 INTERPRETED = "kernels", "triton"  # Triton's interpreter runs these files, too.
 # Files of tests/distributed that do not run on 3 ranks, because the number of ranks does not matter.
-TWO_RANKS = "conversion", "guides"
+TWO_RANKS = ("conversion",)
 # Files of tests/distributed that also run on 4 ranks, because groups or a fourth rank may break their promises.
 FOUR_RANKS = "ddp", "fsdp", "fuzz", "groups", "pipeline_schedules", "promises"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"

@@ -1,11 +1,9 @@
-"""Find and run the code blocks of README.md and docs/, and import examples."""
+"""Find and run the code blocks of README.md and docs/."""
 
-import importlib
 import itertools
+import os
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 import syncbn
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # groups: the language, the code
 # The guides use these names without importing them.
 NAMES = {
-    "torch": torch, "Tensor": Tensor, "nn": nn, "F": F, "dist": dist, "itertools": itertools, "syncbn": syncbn,
-    "DistributedDataParallel": DistributedDataParallel,
+    "torch": torch, "Tensor": Tensor, "nn": nn, "F": F, "dist": dist, "itertools": itertools, "os": os,
+    "syncbn": syncbn, "DistributedDataParallel": DistributedDataParallel,
 }  # fmt: skip
 
 
@@ -31,39 +29,24 @@ def python_blocks(page: Path) -> list[str]:
 
 
 def code_block(page: str, line: str) -> str:
-    """Return the Python block of docs/`page` in which a line begins with the text `line`.
-
-    **Raises** AssertionError unless exactly one block has such a line; the message lists the pages that have one.
-    """
+    """Return the only Python block of docs/`page` that has a line which begins with `line`."""
     beginning = re.compile(rf"^ *{re.escape(line)}", re.MULTILINE)
-    blocks = [(path.name, code) for path in ROOT.glob("docs/*.md") for code in python_blocks(path)]
-    found = [(name, code) for name, code in blocks if beginning.search(code)]
-    pages = [name for name, _ in found]
-    assert pages.count(page) == 1, (
-        f"docs/{page} must have one Python block with a line that begins with {line!r}; pages with such a block: "
-        f"{pages}. If the guide has changed, give the test the block's new page or line."
-    )
-    return found[pages.index(page)][1]
+    blocks = [code for code in python_blocks(ROOT / "docs" / page) if beginning.search(code)]
+    assert len(blocks) == 1, f"{len(blocks)} Python blocks of docs/{page} have a line that begins with {line!r}"
+    return blocks[0]
 
 
 def run_code(code: str, **names: Any) -> dict[str, Any]:
-    """Run a block with the names that the guides use and `names`. Return all of them and those that it defines."""
-    names = NAMES | names
+    """Run code with the variables `names` and NAMES. Return these variables and those that the code assigns."""
+    variables = NAMES | names
     try:
-        exec(code, names)
+        exec(code, variables)
     except BaseException:
-        names.clear()  # the traceback would keep a DDP and its group alive, until whose end the other ranks wait
+        variables.clear()  # The traceback would keep a DDP and its group alive, and the other ranks would wait.
         raise
-    return names
+    return variables
 
 
 def run_block(page: str, line: str, **names: Any) -> dict[str, Any]:
-    """Run the block that `code_block` finds."""
+    """Run the code block of docs/`page` that has a line which begins with `line`, like `run_code`."""
     return run_code(code_block(page, line), **names)
-
-
-def import_example(name: str) -> ModuleType:
-    """Import examples/`name`.py."""
-    if str(ROOT / "examples") not in sys.path:
-        sys.path.append(str(ROOT / "examples"))
-    return importlib.import_module(name)

@@ -1,11 +1,12 @@
 """A pytest plugin for tests on several ranks: a test that fails on one rank fails on all, and affects no other test.
 
-Without the plugin, a rank that fails before a collective would leave the other ranks waiting in it. These ranks would
-pair with the NEXT test of the failed rank, and the wrong test would fail. So each phase of each test ends with a vote
-over torchrun's store. A failing rank first destroys its process group, which raises an error on ranks that wait in a
-collective. Then all ranks exchange their outcomes, raise the same AssertionError and create a new process group.
-
     torchrun --standalone --nproc-per-node 2 -m pytest -p voting ...
+
+Without the plugin, a rank that fails before a collective would leave the other ranks waiting. Their collective would
+pair with a collective of the failed rank's NEXT test, and the wrong test would fail. So the set-up and the call of each
+test end with a vote over the store of torchrun. A rank that has failed first destroys its process group, which raises
+an error on ranks that wait in a collective. Then all ranks exchange their outcomes. If a rank has failed, all ranks
+raise the same AssertionError and create a new process group.
 """
 
 import contextlib
@@ -23,11 +24,11 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # imported later it would keep a reference to the default group
+import torch.distributed.nn.functional  # A later import would keep a reference to the default group.
 from jobs import wait_until
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # A rank may be minutes late on a busy machine.
-VOTE_TIMEOUT = timedelta(minutes=10)  # a rank that waits in a collective votes after its time-out
+VOTE_TIMEOUT = timedelta(minutes=10)  # A rank that waits in a collective votes after COLLECTIVE_TIMEOUT.
 
 
 class Ranks(NamedTuple):
@@ -63,7 +64,7 @@ class World:
         num_gpus = torch.cuda.device_count()
         self.backend = os.environ.get("TESTS_BACKEND") or ("nccl" if num_gpus >= size else "gloo")
         if num_gpus < size:
-            os.environ["NCCL_HOSTID"] = str(rank)  # nccl refuses two ranks of a host on one GPU
+            os.environ["NCCL_HOSTID"] = str(rank)  # nccl refuses two ranks of a host on one GPU.
         device = torch.device("cuda", rank % num_gpus) if num_gpus else torch.device("cpu")
         if num_gpus:
             torch.cuda.set_device(device)
@@ -91,7 +92,7 @@ class World:
             dist.destroy_process_group()
 
     def replace_group(self) -> None:
-        """Replace the default process group by a new one, which has no subgroups."""
+        """Replace the default process group by a new group without subgroups."""
         self.destroy_groups()
         self.create_group()
 
@@ -104,7 +105,7 @@ class World:
 
 
 class Reports(logging.Handler):
-    """The log messages of syncbn on all ranks in a test. Each rank writes its own to the store of the votes."""
+    """The log messages of syncbn in a test. Each rank writes its messages to the store of the votes."""
 
     def __init__(self, rank: int, store: dist.Store) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class Reports(logging.Handler):
         self.store.set(f"reports of rank {self.rank}", self.text)
 
     def wait_for(self, expected: str, rank: int = 0) -> None:
-        """Wait until the log of a rank matches a regular expression. That rank may be waiting in a collective."""
+        """Wait until the log of `rank`, which may be waiting in a collective, matches a regular expression."""
 
         def text() -> str:
             return self.store.get(f"reports of rank {rank}").decode()
@@ -131,14 +132,13 @@ world: World | None = None
 
 
 def release_locals(error: BaseException | None) -> None:
-    """Release the local variables of the frames of `error`, and of errors during whose handling it was raised. Each
-    autograd graph and error of a test keeps a reference to its group. gloo closes its connections, which wakes waiting
-    ranks, only when the last reference is released."""
+    """Release the local variables in the tracebacks of `error` and of the errors before it. Autograd graphs and errors
+    keep references to their group, and gloo wakes waiting ranks only when the last reference is released."""
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             with contextlib.suppress(RuntimeError):  # The frame is still running.
                 frame.clear()
-            frame.f_locals  # noqa: B018  # before Python 3.13 this refreshes the snapshot of the locals
+            frame.f_locals  # noqa: B018  # Before Python 3.13 this refreshes the snapshot of the local variables.
         error = error.__context__
     gc.collect()
 
@@ -152,7 +152,7 @@ def vote() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise
-    except BaseException as caught:  # pytest's own outcomes derive from BaseException
+    except BaseException as caught:  # Outcomes of pytest, such as skip, do not derive from Exception.
         error = caught
     passed = error is None or isinstance(error, pytest.skip.Exception)
     if not passed:
@@ -178,7 +178,7 @@ pytest_runtest_call = pytest_runtest_setup
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each rank temporary folders of its own. Several ranks that clean up common folders fail."""
+    """Give each rank its own temporary folder. Ranks that clean up one folder at the same time fail."""
     if config.option.basetemp is None:
         folder = tempfile.TemporaryDirectory()
         config.add_cleanup(folder.cleanup)
@@ -195,14 +195,13 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:  # -k may select tests of another part only.
+    """Let only rank 0 exit with an error: torchrun ends all ranks when one fails, and rank 0 prints the summary."""
+    if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:  # The option -k may select no test.
         session.exitstatus = pytest.ExitCode.OK
     if world is not None:
-        world.exchange("")  # no rank leaves while another still reads a vote
+        world.exchange("")  # A rank may still be reading the last vote.
         world.destroy_groups()
         if world.ranks.rank > 0 and session.exitstatus == pytest.ExitCode.TESTS_FAILED:
-            # Rank 0 has failed the same tests. torchrun ends all ranks when the first one fails; this should be rank 0,
-            # after it has printed its summary.
             session.exitstatus = pytest.ExitCode.OK
 
 

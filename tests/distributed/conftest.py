@@ -1,4 +1,4 @@
-"""Settings of tests on several ranks. They are collected only under torchrun, with `-p voting`."""
+"""Settings and fixtures of the tests on ranks, which are collected only under torchrun, with `-p voting`."""
 
 import functools
 import gc
@@ -23,7 +23,7 @@ WARNINGS_OF_COMPILERS = "ignore::DeprecationWarning", "ignore:The .grad attribut
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests that are marked `two_ranks`, such as tests of graphs, on two ranks only."""
+    """Run tests marked `two_ranks` or `compiles` on two ranks only, and ignore the compilers' warnings."""
     for item in items:
         if item.get_closest_marker("compiles"):
             item.add_marker(pytest.mark.filterwarnings(*WARNINGS_OF_COMPILERS))
@@ -33,42 +33,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled_yet(request: pytest.FixtureRequest) -> None:
-    """Discard the graphs of other tests, and groups that an error of another test keeps alive: otherwise Dynamo would
-    trace the code that runs at the end of a group."""
+def discard_graphs(request: pytest.FixtureRequest) -> None:
+    """Before a test that compiles, discard compiled graphs, and free the groups that errors of other tests keep alive:
+    Dynamo would trace the code that runs when a group is freed."""
     if request.node.get_closest_marker("compiles"):
         torch._dynamo.reset()
         gc.collect()
 
 
-# Where the waiting times of reports are.
-SECONDS: dict[str, object] = {
-    **dict.fromkeys(("SETTLE_SECONDS", "READ_SECONDS", "ANSWER_SECONDS"), report),
-    "POLL_SECONDS": watchdog,
-    "next_warning_seconds": Collective,
-}
+# The owners of waiting times that are not in `report`.
+OWNERS: dict[str, object] = {"POLL_SECONDS": watchdog, "next_warning_seconds": Collective}
 
 
 @pytest.fixture(autouse=True)
 def set_seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that sets waiting times by their names. An error waits longer for the other ranks' positions
-    than a rank waits for a core on a busy machine."""
+    """Return a function that sets waiting times by their names. By default an error waits 10 s for the positions of the
+    other ranks, longer than a rank waits for a core on a busy machine."""
 
-    def set_seconds(**seconds: float) -> None:
+    def set_by_name(**seconds: float) -> None:
         for name, value in seconds.items():
-            monkeypatch.setattr(SECONDS[name], name, value)
+            monkeypatch.setattr(OWNERS.get(name, report), name, value)
 
-    set_seconds(SETTLE_SECONDS=10.0)
-    return set_seconds
+    set_by_name(SETTLE_SECONDS=10.0)
+    return set_by_name
 
 
 @pytest.fixture
 def reports(ranks: Ranks, set_seconds: Callable[..., None]) -> Iterator[Reports]:
-    """Return the reports of the ranks, which warn after waiting for half a second."""
+    """Return the log messages of all ranks, which report a wait after half a second."""
     set_seconds(next_warning_seconds=0.5, POLL_SECONDS=0.1)
     reports = Reports(ranks.rank, voting.world.store)
     watchdog.log.addHandler(reports)
-    dist.barrier()  # No rank still waits for a report of the previous test.
+    dist.barrier()  # A rank may still wait for a report of the previous test.
     yield reports
     watchdog.log.removeHandler(reports)
 

@@ -29,7 +29,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_changes_no_bit(ranks: Ranks, use_reentrant: bool) -> None:
-    """The collectives of the forward are repeated. test_guides.py has a policy that saves their results instead."""
+    """The collectives of the forward are repeated. test_recipes.py has a policy that saves their results instead."""
     block = syncbn.convert_syncbn_model(small_model()[:2]).to(ranks.device)
     x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float64)
     x = x.to(ranks.device)
