@@ -3,7 +3,9 @@
 test_derivatives.py has the derivatives of sync_batch_stats.
 """
 
+import copy
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -79,6 +81,19 @@ def test_after_an_exception_in_a_block_the_statistics_are_those_from_before_the_
     layer(x)  # This call updates the statistics again.
     assert layer.num_batches_tracked == 1
     assert layer.running_mean.all()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_that_is_made_in_a_block_updates_its_statistics_after_the_block(
+    ranks: Ranks, copied: Callable[[nn.Module], nn.Module]
+) -> None:
+    """A shallow copy shares the buffers of the layer. A deep copy has buffers of its own."""
+    layer = make_layer(ranks, momentum=1.0)
+    with syncbn.accumulate_running_stats(layer):
+        other = copied(layer)
+        layer(rank_batch(ranks, 0))
+    other(rank_batch(ranks, 1))
+    close(other.running_mean, all_values(ranks, 1).mean(0))
 
 
 @pytest.mark.compiles

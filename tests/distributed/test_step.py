@@ -7,8 +7,11 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -23,7 +26,8 @@ from voting import Ranks
 
 import syncbn
 from syncbn.kernels import available
-from syncbn.ranks import collective
+from syncbn.ranks import calls, collective
+from syncbn.ranks.watchdog import this_rank
 
 C = 3
 
@@ -64,6 +68,35 @@ def test_payloads_above_64_kb_use_all_reduce(ranks: Ranks, num_elements: int) ->
     uses_all_to_all = num_elements == 8192 and payload.is_cpu
     operator = torch.ops.c10d.alltoall_base_ if uses_all_to_all else torch.ops.c10d.allreduce_
     assert collectives.get_comm_counts() == {operator: 1}
+
+
+def test_an_interrupt_leaves_no_record_of_a_collective_that_has_ended(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the watchdog would report a wait that has ended. Python raises KeyboardInterrupt when it enters a
+    Python function or returns from a C function, so the test interrupts a forward at each of these events in turn."""
+
+    def interrupt(countdown: Iterator[int], frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "c_return") and next(countdown) == 1:
+            raise KeyboardInterrupt
+
+    layer, x = layer_and_input(ranks)
+    layer(x)
+    monkeypatch.setattr(calls, "all_reduce", lambda payload, *_: payload)  # An interrupted rank would be missing.
+    gc.disable()  # A collection would add events.
+    event_number, was_interrupted = 0, True
+    while was_interrupted:
+        event_number += 1
+        try:
+            sys.setprofile(functools.partial(interrupt, itertools.count(event_number, -1)))
+            layer(x)
+            was_interrupted = False
+        except KeyboardInterrupt:
+            assert not this_rank().waiting, event_number
+        finally:
+            sys.setprofile(None)
+    gc.enable()
+    assert event_number > 30
 
 
 def test_profiles_show_the_collectives_inside_the_ranges_of_syncbn(ranks: Ranks) -> None:
