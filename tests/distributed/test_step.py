@@ -70,6 +70,7 @@ def test_payloads_above_64_kb_use_all_reduce(ranks: Ranks, num_elements: int) ->
     assert collectives.get_comm_counts() == {operator: 1}
 
 
+@torch.no_grad()
 def test_an_interrupt_leaves_no_record_of_a_collective_that_has_ended(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
