@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Largest errors, relative to the largest value or to the largest term of a sum. Elementwise kernels round three times.
-# A rounding in float32 is 6e-8.
+# Tolerances relative to the largest term of a sum. Elementwise kernels round three times. A float32 rounding is 6e-8.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
@@ -60,7 +59,8 @@ def full_batch(
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return max |actual - expected| / max |expected|, or 0 for empty tensors. A NaN is below no bound."""
+    """Return max |actual - expected| / max |expected|, or 0 for empty tensors. If a value is NaN, the result is NaN,
+    which is not below any bound."""
     if not expected.numel():
         return 0.0
     return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
@@ -71,30 +71,32 @@ def within_one_rounding(actual: Tensor, expected: Tensor, scale: float) -> bool:
     the dtype of `actual`."""
     expected = expected.double()
     finfo = torch.finfo(actual.dtype)
+    # Subnormal numbers all have the spacing of the smallest normal number.
     rounding = finfo.eps / 2 * expected.abs().clamp(min=finfo.smallest_normal)
     return bool(((actual.double() - expected).abs() <= rounding + 1e-6 * scale).all())
 
 
-def require_promised(name: str, actual: Tensor, wanted: Tensor, scale: float, lost: float = 0.0) -> None:
-    """Assert that errors are below TOLERANCE + `lost`, which the input's sums lose, times `scale`; or for 16-bit values
-    below one rounding."""
+def require_close(name: str, actual: Tensor, wanted: Tensor, scale: float, extra_tolerance: float = 0.0) -> None:
+    """Assert that 16-bit values differ by at most `within_one_rounding`, and other values by at most
+    (TOLERANCE + extra_tolerance) * scale."""
     assert actual.shape == wanted.shape, name
     if actual.dtype in TOLERANCE:
         error = (actual.double() - wanted).abs().max().item() if wanted.numel() else 0.0
-        assert error <= (TOLERANCE[actual.dtype] + lost) * scale, (name, error, scale)
+        assert error <= (TOLERANCE[actual.dtype] + extra_tolerance) * scale, (name, error, scale)
     else:
         assert within_one_rounding(actual, wanted, scale), name
 
 
-HARD_SHAPE = (16, 8, 9, 9)  # Blocks of kernels are not full: their sizes are not divisors of 9 * 9.
+HARD_SHAPE = (16, 8, 9, 9)  # The block size of a kernel does not divide 9 * 9, so its last block is partly filled.
 HARD_INPUTS = "N(0, 1)", "mean 1e4, std 1", "first value 1e6", "mean 10, std 1e-4"
 
 
 def hard_case(case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x of this hard input, dy, weight and bias."""
+    """Return x, dy, weight and bias. `case` is one of HARD_INPUTS, and describes x."""
     generator = torch.Generator().manual_seed(0)
-    x, dy = torch.randn(2, *HARD_SHAPE, generator=generator, dtype=torch.float64, device="cpu")
-    weight, bias = torch.randn(2, HARD_SHAPE[1], generator=generator, dtype=torch.float64, device="cpu")
+    options = {"generator": generator, "dtype": torch.float64, "device": "cpu"}  # The default device may be a GPU.
+    x, dy = torch.randn(2, *HARD_SHAPE, **options)
+    weight, bias = torch.randn(2, HARD_SHAPE[1], **options)
     if case == "mean 1e4, std 1":
         x += 1e4
     elif case == "first value 1e6":

@@ -1,4 +1,5 @@
-"""Models, a loss and a batch for tests of `syncbn.testing`. They are in a module, from which the ranks import them."""
+"""Models, a loss and a batch for tests of `syncbn.testing`. The ranks are new processes, which
+import these functions by name."""
 
 import os
 
@@ -9,8 +10,8 @@ import syncbn
 
 
 def local_model() -> nn.Module:
-    """Return a model that is not converted, with dropout. Batch norm removes the bias of the convolution, so the
-    gradient of this bias is 0 up to rounding errors."""
+    """Return a model with dropout that is not converted. The gradient of the convolution's bias is 0 up to rounding
+    errors, because batch norm subtracts the bias again: a comparison relative to this gradient would fail."""
     return nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(), nn.Flatten(),
         nn.Linear(144, 10), nn.BatchNorm1d(10),
@@ -36,7 +37,7 @@ def frozen_model() -> nn.Module:
 
 
 def built_model() -> nn.Module:
-    """Return a model whose layers cannot be reverted to nn.BatchNorm."""
+    """Return a model that cannot be reverted to nn.BatchNorm: its layers were constructed as synchronised layers."""
     first, second = syncbn.SyncBatchNorm(3), syncbn.convert_syncbn_model(nn.SyncBatchNorm(3))
     return nn.Sequential(first, second, nn.Conv2d(3, 1, 8), nn.Flatten(0))
 
@@ -71,7 +72,8 @@ class OwnLoss(nn.Module):
 
 
 def doubling_model() -> nn.Module:
-    """Return a model whose synchronised layers double their outputs on any number of ranks. nn.BatchNorm does not."""
+    """Patch the class of this process's synchronised layers so that they double their outputs, and return a model. The
+    nn.BatchNorm layers of the reference do not double theirs, so the two differ on any number of ranks."""
     forward = syncbn.SyncBatchNorm.forward
     syncbn.SyncBatchNorm.forward = lambda *args: 2 * forward(*args)
     return model()

@@ -49,11 +49,6 @@ def whole_batches(ranks: Ranks, num_steps: int, dtype: torch.dtype = torch.float
     return x.to(ranks.device), torch.randint(5, (num_steps, num_samples), generator=generator).to(ranks.device)
 
 
-def rank_slices(ranks: Ranks, *tensors: Tensor) -> list[Tensor]:
-    """Return this rank's samples of tensors (T, N, ...)."""
-    return [tensor[:, ranks.even_slice(tensor.shape[1])] for tensor in tensors]
-
-
 def train(model: nn.Module, x: Tensor, labels: Tensor) -> None:
     """Train a step for each of T batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -63,24 +58,22 @@ def train(model: nn.Module, x: Tensor, labels: Tensor) -> None:
         optimizer.step()
 
 
-def require_equal_state(actual: nn.Module, expected: nn.Module) -> None:
-    """Compare parameters and buffers up to 1e-11, because training amplifies rounding errors of 1e-16."""
-    state = actual.state_dict()
-    for name, tensor in state.items():
-        if isinstance(tensor, DTensor):
-            state[name] = tensor.full_tensor()
-    torch.testing.assert_close(state, expected.state_dict(), rtol=1e-11, atol=1e-11)
+def require_trains_as(
+    alone: nn.Module, ranks: Ranks, model: nn.Module, wrapped: nn.Module | None = None, tolerance: float = 1e-11
+) -> None:
+    """Train `alone` on whole batches and `model` on this rank's samples, and compare parameters and buffers.
 
-
-def require_trains_as(alone: nn.Module, ranks: Ranks, model: nn.Module, wrapped: nn.Module | None = None) -> None:
-    """Train `alone` on whole batches, train `model` on this rank's samples, and compare the two.
-
-    `wrapped`: DDP or FSDP around `model`; None: use DDP.
+    `wrapped`: DDP or FSDP around `model`; None: use DDP. `tolerance`: training amplifies rounding errors of 1e-16.
     """
-    x, labels = whole_batches(ranks, num_steps=4)
+    x, labels = whole_batches(ranks, num_steps=4, dtype=next(alone.parameters()).dtype)
+    samples = ranks.even_slice(x.shape[1])
     train(alone, x, labels)
-    train(wrapped or DistributedDataParallel(model), *rank_slices(ranks, x, labels))
-    require_equal_state(model, alone)
+    train(wrapped or DistributedDataParallel(model), x[:, samples], labels[:, samples])
+    state = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    torch.testing.assert_close(state, dict(alone.state_dict()), rtol=tolerance, atol=tolerance)
 
 
 @contextlib.contextmanager
@@ -103,8 +96,10 @@ def syncbn_warnings() -> Iterator[list[str]]:
 
 
 def step(call: Callable[..., Tensor], layer: nn.Module, x: Tensor, **options: object) -> dict[str, Tensor | None]:
-    """Run forward and backward of `call`, which is `layer` or calls it, and return the output, the gradients and the
-    layer's buffers."""
+    """Run forward and backward of `call`, and return the output, the gradients and the buffers of `layer`.
+
+    `call`: the layer, or a function or module that calls the layer.
+    """
     x = x.detach().clone().requires_grad_()
     layer.zero_grad()
     output = call(x, **options)
