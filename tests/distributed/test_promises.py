@@ -64,10 +64,10 @@ def test_promise_1_w_ranks_equal_one(ranks: Ranks) -> None:
 def test_promise_1_holds_for_inputs_whose_sums_of_squares_lose_digits(
     ranks: Ranks, case: str, dtype: torch.dtype
 ) -> None:
-    """If mean / std is 1e4, sums of squares in float32 lose all digits of the variance. Sums in float64 lose eight
-    digits, which float32 results do not have."""
+    """If mean / std is 1e4, sums of squares in float32 lose all digits of the variance. Sums in float64 lose 8 of 16
+    digits, and the 8 that remain are more than a float32 result has."""
     errors = errors_of_one_step(case, dtype, syncbn.functional.sync_batch_norm, ranks.rank, ranks.size, ranks.device)
-    # Sums in float64 lose 1e-16 * (mean / std)^2.
+    # Float64 sums of squares lose about 1e-16 * (mean / std)^2, and the bound is 20 times as large.
     bound = 1e-6 if dtype == torch.float32 else max(1e-12, 2e-15 * (1 + errors.mean_over_std**2))
     for name, error in errors.relative.items():
         assert error <= bound, name
@@ -77,11 +77,11 @@ def test_promise_1_holds_for_inputs_whose_sums_of_squares_lose_digits(
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # CommDebugMode's own hook on the layer
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, CommDebugMode], ids=["fast path", "dispatched kernels"])
 def test_promise_2_one_collective_each_way(ranks: Ranks, mode: Callable[[], Any]) -> None:
-    """Forward and backward issue exactly 1 collective each, also on ranks without samples or a gradient. Evaluation and
-    a group of one rank issue none."""
+    """Forward and backward issue exactly 1 collective each, also on rank 0, which has no samples and whose input
+    requires no gradient. Evaluation and a group of one rank issue none."""
 
     def count_collectives(layer: nn.Module, x: torch.Tensor) -> tuple[int, int]:
-        count = dist.group.WORLD._get_sequence_number_for_group
+        count = dist.group.WORLD._get_sequence_number_for_group  # Under CommDebugMode no call takes the fast path.
         with mode():
             before = count()
             y = layer(x)
@@ -196,8 +196,8 @@ def test_promise_8_a_bad_argument_is_raised_on_every_rank(ranks: Ranks) -> None:
 # More: test_signatures.py, test_order_of_layers.py; test_status.py (GPUs); test_waits.py (ranks that wait).
 @on_cpu
 def test_promise_9_ranks_in_different_layers_never_continue_in_silence(ranks: Ranks) -> None:
-    """In eager mode ranks that are in different layers or passes never continue in silence, on any device, unless
-    SYNCBN_CHECKS=0."""
+    """In eager mode ranks in different layers or passes raise an error, unless SYNCBN_CHECKS=0. On GPUs they raise at a
+    later call."""
     x, layers = torch.randn(4, C), [syncbn.SyncBatchNorm(C) for _ in range(2)]
     for layer in layers:
         layer(x)
