@@ -59,7 +59,7 @@ def test_all_ranks_skip_a_step_in_which_one_rank_overflows(ranks: Ranks) -> None
         assert torch.equal(model[0].weight, before) == overflows
 
 
-@pytest.mark.parametrize("broadcasts", [False, True])  # A process warns once, so False comes first.
+@pytest.mark.parametrize("broadcasts", [False, True])  # False first: a process that has warned does not warn again.
 def test_ddp_that_broadcasts_buffers_between_groups_causes_a_warning(ranks: Ranks, broadcasts: bool) -> None:
     """Without the warning, the broadcast would overwrite the running statistics of the second group in silence."""
     if ranks.size < 4:

@@ -9,13 +9,12 @@ import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 import syncbn
 
-pytestmark = pytest.mark.skipif(int(os.environ.get("WORLD_SIZE", "1")) % 2 == 1, reason="a pipeline of two ranks")
+pytestmark = pytest.mark.skipif(int(os.environ.get("WORLD_SIZE", "1")) % 2 == 1, reason="a pipeline has two ranks")
 WIDTH, NUM_MICRO_BATCHES = 6, 4
 NUM_SAMPLES = 3  # samples of a rank in a micro-batch
 # All schedules of torch 2.13, and the stages that rank 0 and rank 1 of a pipeline hold.
@@ -62,9 +61,8 @@ def test_a_schedule_trains_like_one_process(ranks: Ranks, mesh: DeviceMesh, name
         x = batch.new_empty(NUM_SAMPLES, WIDTH, requires_grad=index > 0)
         y = batch.new_empty(NUM_SAMPLES, WIDTH, requires_grad=True)
         stages.append(PipelineStage(module, index, num_stages, ranks.device, input_args=x, output_args=y, group=pp))
-    schedule_class = getattr(pipelining, name)
-    takes_many_stages = issubclass(schedule_class, PipelineScheduleMulti)
-    schedule = schedule_class(stages if takes_many_stages else stages[0], NUM_MICRO_BATCHES, loss_fn=loss_fn)
+    held_stages = stages if len(stages) > 1 else stages[0]
+    schedule = getattr(pipelining, name)(held_stages, NUM_MICRO_BATCHES, loss_fn=loss_fn)
     inputs = [batch[:, mesh["dp"].get_local_rank()].flatten(0, 1)] if 0 in indices else []
     targets = {"target": batch.new_ones(NUM_MICRO_BATCHES * NUM_SAMPLES, WIDTH)} if num_stages - 1 in indices else {}
     schedule.step(*inputs, **targets)
