@@ -72,3 +72,13 @@ def test_backwards_of_different_checkpointed_calls_raise(ranks: Ranks, second_la
     losses = losses_of_two_calls()
     with pytest.raises(RuntimeError, match=message):
         losses[ranks.rank > 0].backward()
+
+
+def test_ranks_may_use_different_kinds_of_checkpointing(ranks: Ranks) -> None:
+    """With use_reentrant=True autograd differentiates the recomputed forward instead of the first forward, so the ranks
+    differentiate different calls of the layer."""
+    layer = syncbn.SyncBatchNorm(3)
+    for _ in range(3):
+        x = torch.randn(4, 3, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=ranks.rank > 0).square().sum().backward()
+    assert layer.weight.grad.isfinite().all()

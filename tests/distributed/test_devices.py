@@ -1,4 +1,4 @@
-"""Tests that no call reads values of a GPU tensor, or computes in float64 on a device without float64.
+"""Tests that calls read no value of a GPU tensor, use no default device, and need no float64 where it is missing.
 
 Fake tensors have no values and take the code path of CUDA tensors. An operation that needs a value, or whose shape
 depends on a value, raises on fake tensors (pytorch#78549, #78656).
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import voting
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,6 +49,19 @@ def test_the_functional_forms_read_no_value(ranks: Ranks) -> None:
         _, var, count = sync_batch_stats(x, mask=torch.ones(2, dtype=torch.bool))
         (gradient,) = torch.autograd.grad((var / count).sum(), x, create_graph=True)
         gradient.square().sum().backward()
+
+
+def test_no_call_uses_the_default_device(ranks: Ranks) -> None:
+    """Programs use torch.device("meta") to construct a model without memory."""
+    voting.world.replace_group()  # In a new default group, the calls create groups.
+    layer, x = syncbn.SyncBatchNorm1d(3, device=ranks.device), torch.randn(4, 3, device=ranks.device)
+    with torch.device("meta"):
+        syncbn.create_syncbn_process_group(ranks.size)
+        layer(x.requires_grad_()).sum().backward()
+        sync_batch_stats(x)
+        with syncbn.accumulate_running_stats(layer):
+            layer(x)
+    assert layer.num_batches_tracked == 2
 
 
 class MetaLacksFloat64(TorchDispatchMode):
