@@ -98,7 +98,7 @@ def test_the_summary_names_layers_that_are_not_synchronised() -> None:
 
 
 def test_the_summary_of_a_converted_model_names_layers_that_another_converter_has_added() -> None:
-    """Once a layer is converted, StatisticsPerType is no longer named: its forward may call syncbn by now."""
+    """The forward of StatisticsPerType may call syncbn, so the summary of a converted model does not name this module."""
     model = nn.Sequential(nn.BatchNorm2d(3), StatisticsPerType())
     with pytest.warns(UserWarning, match="1 StatisticsPerType"):
         syncbn.convert_syncbn_model(model)
@@ -114,7 +114,8 @@ def test_the_summary_of_a_converted_model_names_layers_that_another_converter_ha
 # Modules that call F.batch_norm.
 
 
-CALLS: list[Callable[..., Any]] = [  # The byte code of a method is searched for names, so a call in evaluation counts.
+# The byte code of a method is searched for names such as F.batch_norm. Arguments do not count.
+CALLS: list[Callable[..., Any]] = [
     lambda self, x: F.batch_norm(x, self.stored_mean, self.stored_var, training=self.training),
     lambda self, x: F.batch_norm(x, self.stored_mean, self.stored_var, training=False),
     lambda _, x: batch_norm(x, None, None, training=True),
@@ -131,7 +132,7 @@ OTHER_CALLS: list[Callable[..., Any]] = [
 
 
 @pytest.mark.parametrize("method", CALLS + OTHER_CALLS)
-def test_a_class_is_found_if_a_method_may_call_batch_norm_of_torch(method: Callable[..., Any]) -> None:
+def test_a_class_is_found_if_and_only_if_a_method_may_call_batch_norm_of_torch(method: Callable[..., Any]) -> None:
     """The method may be inherited, static or decorated."""
     methods = method, staticmethod(method), classmethod(method), torch.no_grad()(method)
     classes = [type("Norm", (nn.Module,), {"method": method}) for method in methods]

@@ -102,7 +102,7 @@ def test_micro_batches_count_once_and_averaged_copies_are_equal_on_all_ranks(ran
 
 @pytest.mark.parametrize("layers", ["synchronised", "synchronised on one rank", "local"])
 def test_recomputed_running_statistics_are_those_of_the_data_of_all_ranks(ranks: Ranks, layers: str) -> None:
-    """The last rank has no batch. Previous statistics and modes of layers have no effect. Modes and classes stay."""
+    """The last rank has no batch. The function ignores old statistics and modes, and changes no mode or class."""
     sizes = [*range(1, ranks.size), 0]
     x = torch.randn(2, sum(sizes), 3, 4, 5) * 3 + 1  # two batches of all ranks
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None))
