@@ -1,6 +1,6 @@
 """Tests that private names of torch mean in this torch what syncbn/torch_internals.py expects.
 
-Where a changed meaning would change results or errors of a layer, the tests of those results and errors notice it.
+If a name's new meaning would change results or errors of a layer, the tests of layers notice the change.
 """
 
 import inspect

@@ -98,7 +98,7 @@ def test_the_summary_names_layers_that_are_not_synchronised() -> None:
 
 
 def test_the_summary_of_a_converted_model_names_layers_that_another_converter_has_added() -> None:
-    """The forward of StatisticsPerType may call syncbn, so the summary of a converted model does not name this module."""
+    """The forward of StatisticsPerType may call syncbn, so the summary of a converted model does not name the class."""
     model = nn.Sequential(nn.BatchNorm2d(3), StatisticsPerType())
     with pytest.warns(UserWarning, match="1 StatisticsPerType"):
         syncbn.convert_syncbn_model(model)

@@ -13,7 +13,7 @@ def test_unequal_compares_bytes(ranks: Ranks) -> None:
     """NaN equals the same NaN, 0 does not equal -0, and strides do not count."""
     x = torch.arange(24.0, device=ranks.device).view(1, 2, 3, 4)
     nan = torch.full_like(x, torch.nan)
-    # Each name has two tensors: the tensor of the last rank, and the tensor of the other ranks.
+    # A name has two tensors: the tensor of the last rank, and the tensor of the other ranks.
     equal = {"strides": (x.to(memory_format=torch.channels_last), x), "empty": (x[:0], x[:0]), "NaN": (nan, nan)}
     different = {"one NaN": (nan, x), "transposed": (x.mT + 1, x.mT), "scalar": (x[0, 0, 0, 1], x[0, 0, 0, 2])}
     different |= {"bool": (x > 3, x > 4), "int": (x.long() + 3, x.long()), "bfloat16": (x.bfloat16() + 4, x.bfloat16())}

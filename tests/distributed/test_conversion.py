@@ -145,7 +145,7 @@ LOCAL_CALL = "forward calls F.batch_norm with none of the layer's weight, bias, 
 def test_a_call_that_passes_a_tensor_of_the_layer_is_synchronised(
     ranks: Ranks, layer_class: type[nn.Module], options: dict[str, bool], num_collectives: int, num_warnings: int
 ) -> None:
-    """Other calls stay local. The first of two such calls warns, and names the class."""
+    """Other calls stay local. Two local calls of a layer cause one warning, which names the class."""
     original, layer = build_layers(ranks, layer_class, **options)
     batch, local = uneven_batch(ranks)
     x = batch[local].requires_grad_()
