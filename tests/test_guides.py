@@ -76,6 +76,7 @@ def test_links_and_names_exist(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
     for test, file in re.findall(r"\[`(test_\w+)`]\((\S+)\)", text):
         assert f"\ndef {test}(" in (page.parent / file).read_text(), test
+    # Paths below the root of the repository, such as tests/voting.py.
     paths = re.findall(r"(?<![\w/.-])(?:scripts|tests|examples|docs|syncbn|\.github|\.ci)/[\w/.-]*\w", text)
     assert [path for path in paths if not (ROOT / path).exists()] == []
     names = set(re.findall(r"(?<![\w/.-])syncbn(?:\.\w+)+", text))

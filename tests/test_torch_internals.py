@@ -77,7 +77,7 @@ def test_a_trace_does_not_read_the_record_of_another_trace() -> None:
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode, partial(torch.autocast, "cpu")])
 def test_guards_distinguish_tensors_in_any_mode(mode: Callable[[], Any]) -> None:
-    """The answer is cached for the process, so it must not depend on the mode of the first call."""
+    """`guards_work` is cached for the process, so its result must not depend on the mode of the first call."""
     with mode():
         assert internals.guards_work.__wrapped__()
 
