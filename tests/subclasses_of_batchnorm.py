@@ -34,7 +34,7 @@ class Frozen(nn.BatchNorm2d):
 
 
 class SubclassOfSyncBatchNorm(nn.SyncBatchNorm):
-    """Derives from torch's synchronised layer, so that a conversion leaves it."""
+    """Derives from torch's synchronised layer. A conversion does not change layers of this class."""
 
 
 def parametrized(layer: nn.Module) -> nn.Module:

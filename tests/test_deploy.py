@@ -81,7 +81,7 @@ def test_torchscript_needs_a_revert_except_for_a_trace_in_evaluation(layer_class
 
 
 def test_the_remedy_of_torchscript_depends_on_how_the_layer_was_made() -> None:
-    """A revert makes an nn.SyncBatchNorm of a converted nn.SyncBatchNorm, and does not change layers of syncbn."""
+    """A revert changes only converted layers, and can restore nn.SyncBatchNorm, which TorchScript cannot compile."""
     with pytest.raises(RuntimeError, match=r"revert_syncbn_model\(model, nn\.BatchNorm2d\) first"):
         torch.jit.script(syncbn.convert_syncbn_model(nn.SyncBatchNorm(4)))
     with pytest.raises(RuntimeError, match="load its state_dict into a model that is built with"):
@@ -102,8 +102,9 @@ def test_a_model_that_was_trained_with_masks_is_exported_in_evaluation(tmp_path:
     model = Masked(syncbn.SyncBatchNorm1d)
     x, mask = torch.randn(5, 3, 9), torch.arange(9) < torch.tensor([9, 7, 3, 1, 5])[:, None]
     model(x, mask)
-    names = NAMES | {"ddp": SimpleNamespace(module=model), "Network": Masked}
+    names = {"ddp": SimpleNamespace(module=model), "Network": Masked}
     program = run_block("deploy.md", "program = torch.export.export", **names, x=x, mask=mask)["program"]
+    names |= NAMES
     file = tmp_path / "masked.py"
     file.write_text(code_block("deploy.md", "class MaskedBatchNorm1d"))
     exec(compile(file.read_text(), file, "exec"), names)  # torch.jit.script reads the source in the file.

@@ -42,7 +42,8 @@ def test_the_api_page_has_each_public_name() -> None:
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__ and not name.startswith("_"):
                 public.add(f"{module.__name__}.{name}".removeprefix("syncbn."))
-    assert public - {"testing.differences", "testing.local_layers"} <= {*API_NAME.findall(API_PAGE)}
+    internal = {"testing.differences", "testing.local_layers"}  # functions that only syncbn calls
+    assert public - internal <= {*API_NAME.findall(API_PAGE)}
 
 
 def test_sphinx_adds_the_whole_docstring_of_each_name() -> None:
@@ -75,15 +76,12 @@ def test_links_and_names_exist(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
     for test, file in re.findall(r"\[`(test_\w+)`]\((\S+)\)", text):
         assert f"\ndef {test}(" in (page.parent / file).read_text(), test
+    # Paths below the root of the repository, such as tests/voting.py.
     paths = re.findall(r"(?<![\w/.-])(?:scripts|tests|examples|docs|syncbn|\.github|\.ci)/[\w/.-]*\w", text)
     assert [path for path in paths if not (ROOT / path).exists()] == []
     names = set(re.findall(r"(?<![\w/.-])syncbn(?:\.\w+)+", text))
     for name in names - {"syncbn.forward", "syncbn.backward"}:  # ranges of the profiler
         pkgutil.resolve_name(name)
-
-
-def test_the_first_page_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -110,6 +108,7 @@ def test_every_code_block_is_run_by_a_test(page: Path) -> None:
     """A test calls `run_block` or `code_block` with the page and the beginning of a line. test_readme.py runs whole
     programs, which create a process group."""
     tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("*.py"))
+    # The beginnings of lines in calls such as run_block("deploy.md", "class Tracer").
     beginnings = [*re.findall(rf'_block\(\s*"{page.name}", "(.*?)"', tests), *RUN_ELSEWHERE]
     is_run = re.compile(f"^ *({'|'.join(map(re.escape, beginnings))})|init_process_group\\(", re.MULTILINE)
     for code in python_blocks(page):
@@ -121,7 +120,7 @@ def test_the_function_of_the_training_script_is_that_of_its_page() -> None:
     assert code_block("training_script.md", "def parallel") in (ROOT / "examples/train.py").read_text()
 
 
-# The package puts these words before several texts.
+# Beginnings of messages that do not stand in one string with the text that follows.
 FIRST_WORDS = re.compile(r"^(syncbn: |running statistics are |in )")
 
 

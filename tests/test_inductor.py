@@ -38,8 +38,8 @@ def without_caches(**options: object) -> Iterator[None]:
 @needs_torch_213
 @pytest.mark.parametrize("gpu_layouts", [False, True])
 def test_no_input_of_an_operator_is_copied(fake_group: dist.ProcessGroup, gpu_layouts: bool) -> None:
-    """On GPUs Inductor makes convolutions channels last and pads channels. Operators with torch.Tag.flexible_layout
-    would copy each padded dy, and also the expanded dy of the pooling, once for each operator."""
+    """On GPUs Inductor makes convolutions channels last and pads their channels. If the operators of syncbn had
+    torch.Tag.flexible_layout, each operator would copy a dy that is padded, or that the pooling has expanded."""
     torch.manual_seed(0)
     first = nn.Conv2d(3, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.ReLU()
     second = nn.Conv2d(8, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.Hardswish(), nn.Conv2d(8, 4, 3, bias=False)
@@ -56,7 +56,7 @@ def test_no_input_of_an_operator_is_copied(fake_group: dist.ProcessGroup, gpu_la
     eager(x).sin().sum().backward()
     for actual, expected in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-4, atol=1e-5)
-    # The name of a generated loop lists its operations. The name of a copy lists only operations that read the copy.
+    # Inductor names a loop after its operations, and a loop that only copies after the operations that read the copy.
     readers = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)_v4"
     assert not re.findall(rf"cpp_fused(?:_(?:{readers}))+_\d+\b", forward + backward)
     events = [event for event in profile.events() if event.cpu_parent is not None]
@@ -90,12 +90,12 @@ def test_a_relu_is_fused_with_the_bits_of_an_eager_model(
         results.append([y, z, *gradients, *call.buffers()])
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
     assert "backward_sums" in backward[0]
-    for (code,) in (forward, backward, inference):
+    for (code,) in (forward, backward, inference):  # No loop is named after a relu or its gradient, a where.
         assert not re.findall(r"cpp_fused\w*(?:relu|threshold|where_self)|aten\.(?:relu|threshold)", code)
 
 
 @needs_torch_213
-def test_a_relu6_is_not_fused_nor_a_relu_if_another_operation_reads_y(fake_group: dist.ProcessGroup) -> None:
+def test_a_relu6_stays_and_so_does_a_relu_if_another_operation_reads_its_input(fake_group: dist.ProcessGroup) -> None:
     layers, x = nn.ModuleList(syncbn.SyncBatchNorm1d(5) for _ in range(2)), torch.randn(8, 5, requires_grad=True)
 
     def function(layers: nn.ModuleList, x: Tensor) -> Tensor:
@@ -107,6 +107,7 @@ def test_a_relu6_is_not_fused_nor_a_relu_if_another_operation_reads_y(fake_group
     with without_caches():
         y, codes = run_and_get_code(torch.compile(function, fullgraph=True), layers, x)
         (gradient,) = torch.autograd.grad(y.sin().sum(), x)
+    # The last argument of the operator is `fuse_relu`.
     assert len(re.findall(r"syncbn\.forward_outputs_v4\.default\(.*, False\)", codes[0])) == 2
     torch.testing.assert_close((y, gradient), (expected, expected_gradient))
 

@@ -1,6 +1,6 @@
 """Tests that private names of torch mean in this torch what syncbn/torch_internals.py expects.
 
-Names whose change would change results or errors of a layer are tested with those results and errors.
+If a name's new meaning would change results or errors of a layer, the tests of layers notice the change.
 """
 
 import inspect
@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import GROUP_TIMEOUT
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from syncbn import kernel_cache
 from syncbn import torch_internals as internals
@@ -49,7 +48,8 @@ def test_each_mode_of_torch_is_detected_until_it_ends() -> None:
     x = torch.ones(2)
     with torch.profiler.profile(acc_events=True):
         assert active(lambda f: f(x)) == {"profiler_enabled"}
-        assert internals.is_eager(SimpleNamespace(is_cuda=True))  # A profiler sees the kernels of GPUs anyway.
+        # A profiler records kernels of GPUs even if they are not launched through torch's dispatcher.
+        assert internals.is_eager(SimpleNamespace(is_cuda=True))
     with forward_ad.dual_level():
         assert active(lambda f: f(x)) == {"inside_vmap_or_forward_mode"}
     assert active(lambda f: torch.func.grad(f)(x)) == {"inside_functorch"}
@@ -60,20 +60,14 @@ def test_each_mode_of_torch_is_detected_until_it_ends() -> None:
     assert active(lambda f: f(x)) == {"is_eager"}
 
 
-def test_the_recompute_of_a_checkpoint_is_inside_a_backward() -> None:
-    x, save_nothing = torch.ones(2, requires_grad=True), partial(create_selective_checkpoint_contexts, [])
-    assert active(lambda f: checkpoint(f, x, use_reentrant=False).backward()) == {"inside_backward", "is_eager"}
-    selective = active(lambda f: checkpoint(f, x, use_reentrant=False, context_fn=save_nothing).backward())
-    assert selective == {"inside_backward", "current_dispatch_mode"}
-
-
 def test_data_parallel_makes_replicas_by_the_method_that_syncbn_overrides() -> None:
     assert "._replicate_for_data_parallel()" in inspect.getsource(torch.nn.parallel.replicate)
 
 
 def test_a_trace_does_not_read_the_record_of_another_trace() -> None:
-    """After a graph break, part of a forward is in another trace. syncbn then cannot know whether that part has called
-    batch norm, and must not warn that the forward has not."""
+    """After a graph break another trace may contain the call of batch norm, so syncbn must not warn that it is missing.
+    `note_call(False)` records that no batch norm was called, and returns True because batch norm may have been called.
+    """
     for function in (lambda x: x + internals.note_call(False), lambda x: x + internals.note_call(False)):
         assert torch.compile(function, backend="eager", fullgraph=True)(torch.zeros(())) == 1
 
@@ -83,7 +77,7 @@ def test_a_trace_does_not_read_the_record_of_another_trace() -> None:
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode, partial(torch.autocast, "cpu")])
 def test_guards_distinguish_tensors_in_any_mode(mode: Callable[[], Any]) -> None:
-    """The answer is cached for the process, so it must not depend on the mode of the first call."""
+    """`guards_work` is cached for the process, so its result must not depend on the mode of the first call."""
     with mode():
         assert internals.guards_work.__wrapped__()
 
@@ -102,18 +96,6 @@ def test_without_working_guards_no_kernel_is_cached(tensor_guards: Any, monkeypa
 
 
 # Process groups.
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch warns.
-def test_a_stage_that_torch_builds_is_a_pipeline_stage(group_of_one: dist.ProcessGroup) -> None:
-    """distributed/test_pipeline_schedules.py has the other class of stages, PipelineStage."""
-    from torch.distributed import pipelining  # syncbn searches for stages only once this module is imported.
-
-    stage = pipelining.pipeline(nn.Linear(2, 2), (torch.ones(1, 2),)).build_stage(0, torch.device("cpu"), group_of_one)
-    assert internals.is_pipeline_stage(stage)
-    assert not internals.is_pipeline_stage(stage.submod)
-    assert stage.stage_index == 0
-    assert stage.group is group_of_one
 
 
 # With None torch chooses the backends. "cuda:gloo" takes the place of "nccl" and "cuda:nccl", which need a GPU.

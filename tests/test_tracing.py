@@ -14,7 +14,7 @@ X = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 
 
 class CallsLayerTwice(nn.Module):
-    """Calls a layer first as a part of `body`, then by itself."""
+    """Calls the same layer under two names: first `body.1`, then `layer`."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -13,13 +13,14 @@ def test_unequal_compares_bytes(ranks: Ranks) -> None:
     """NaN equals the same NaN, 0 does not equal -0, and strides do not count."""
     x = torch.arange(24.0, device=ranks.device).view(1, 2, 3, 4)
     nan = torch.full_like(x, torch.nan)
-    # For each name, the tensor of the last rank and that of the other ranks.
+    # A name has two tensors: the tensor of the last rank, and the tensor of the other ranks.
     equal = {"strides": (x.to(memory_format=torch.channels_last), x), "empty": (x[:0], x[:0]), "NaN": (nan, nan)}
     different = {"one NaN": (nan, x), "transposed": (x.mT + 1, x.mT), "scalar": (x[0, 0, 0, 1], x[0, 0, 0, 2])}
     different |= {"bool": (x > 3, x > 4), "int": (x.long() + 3, x.long()), "bfloat16": (x.bfloat16() + 4, x.bfloat16())}
     different |= {"complex": (x * 1j, x * 2j), "sign of zero": (-0.0 * x, 0.0 * x)}
-    index = 0 if ranks.rank == ranks.size - 1 else 1
-    assert unequal({name: pair[index] for name, pair in (equal | different).items()}) == [*different]
+    is_last = ranks.rank == ranks.size - 1
+    tensors = {name: last if is_last else other for name, (last, other) in (equal | different).items()}
+    assert unequal(tensors) == [*different]
 
 
 @pytest.mark.two_ranks

@@ -53,7 +53,7 @@ def require_equal(compiled: nn.Module, layer: nn.Module, eager: nn.Module, x: Te
     ("backend", "first_options", "second_options", "tensors"),
     [
         ("inductor", {}, {"process_group": 1}, {}),
-        # In float64 the gradients of the parameters have the dtype of the sums, so they could wrongly share memory.
+        # In float64 no cast copies the gradients of weight and bias out of the memory of the sums.
         ("inductor", {}, {}, {"dtype": torch.float64, "memory_format": torch.channels_last}),
         ("aot_eager", {"affine": False, "eps": 1e-3}, {"bias": False, "momentum": None}, {}),
         ("aot_eager", {"process_group": 2}, {"track_running_stats": False}, {}),
@@ -68,14 +68,15 @@ def test_a_compiled_model_equals_the_eager_model(
     require_equal(torch.compile(layer, backend=backend, fullgraph=True), layer, eager, x)
 
 
-def test_ddp_and_torch_compile_may_wrap_the_model_in_either_order(ranks: Ranks) -> None:
+@pytest.mark.parametrize("ddp_first", [False, True])
+def test_ddp_and_torch_compile_may_wrap_the_model_in_either_order(ranks: Ranks, ddp_first: bool) -> None:
     """Dynamo breaks the graph in the forward of DDP itself, so only DDP(compile(model)) has a full graph."""
-    eager, x = small_model({}, {}).to(ranks.device), local_input(ranks)
-    inner, outer = copy.deepcopy(eager), copy.deepcopy(eager)
-    ddp_of_graph = DistributedDataParallel(torch.compile(inner, backend="aot_eager", fullgraph=True))
-    graph_of_ddp = torch.compile(DistributedDataParallel(outer), backend="aot_eager")
-    require_equal(ddp_of_graph, inner, DistributedDataParallel(copy.deepcopy(eager)), x)
-    require_equal(graph_of_ddp, outer, DistributedDataParallel(eager), x)
+    eager, layer = (small_model({}, {}).to(ranks.device) for _ in range(2))
+    if ddp_first:
+        compiled = torch.compile(DistributedDataParallel(layer), backend="aot_eager")
+    else:
+        compiled = DistributedDataParallel(torch.compile(layer, backend="aot_eager", fullgraph=True))
+    require_equal(compiled, layer, DistributedDataParallel(eager), local_input(ranks))
 
 
 @pytest.mark.parametrize("has_mask", [False, True])
@@ -111,36 +112,29 @@ def test_a_graph_has_one_collective_each_way(
 def test_the_summary_shows_layers_of_a_compiled_module(ranks: Ranks) -> None:
     """torch.compile(model) returns a wrapper of the model, and model.compile() changes the model."""
     model = small_model({}, {})
-    for compiled in (torch.compile(model, backend="eager"), model):
-        assert [row.last_step for row in syncbn.summary(compiled)] == ["compiled", "compiled"]
-        model.compile(backend="eager")
+    wrapper = torch.compile(model, backend="eager")
+    assert [row.last_step for row in syncbn.summary(wrapper)] == ["compiled", "compiled"]
+    model.compile(backend="eager")
+    assert [row.last_step for row in syncbn.summary(model)] == ["compiled", "compiled"]
 
 
 # Process groups.
 
 
-def test_a_graph_is_compiled_again_for_each_default_group(ranks: Ranks) -> None:
-    """Without a group, calls use the graph that was compiled without a group."""
-
+def test_a_graph_that_was_compiled_without_a_group_is_compiled_again_for_each_default_group(ranks: Ranks) -> None:
     layer, x, counter = syncbn.SyncBatchNorm(1).to(ranks.device), local_input(ranks), CompileCounter()
     compiled, expected = torch.compile(copy.deepcopy(layer), backend=counter, fullgraph=True), layer(x)
     voting.world.destroy_groups()
-    local = compiled(x)
+    compiled(x)
     for num_graphs in (2, 3):
         voting.world.replace_group()
         torch.testing.assert_close(compiled(x), expected)
         assert counter.frame_count == num_graphs
-    voting.world.destroy_groups()
-    assert torch.equal(compiled(x), local)
-    voting.world.create_group()
-    assert counter.frame_count == 3
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_graph_cannot_create_the_groups_of_a_layer_that_was_built_before_init_process_group(
-    ranks: Ranks, fullgraph: bool
-) -> None:
-    """The error has the remedy."""
+def test_an_error_asks_for_the_groups_that_a_graph_cannot_create(ranks: Ranks, fullgraph: bool) -> None:
+    """The layer was built before init_process_group. Once its groups exist, the compiled layer works."""
     voting.world.destroy_groups()
     layer, x = syncbn.SyncBatchNorm(1, process_group=ranks.size).to(ranks.device), local_input(ranks)
     voting.world.create_group()
@@ -155,7 +149,7 @@ def test_a_graph_cannot_create_the_groups_of_a_layer_that_was_built_before_init_
 
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_missing_group_raises_as_in_eager_mode(ranks: Ranks, fullgraph: bool) -> None:
-    """The compiled layer trains again once it has a group, even if the first call broke the graph."""
+    """Once the layer has a group, the same compiled layer trains again."""
     layer, x = syncbn.SyncBatchNorm(1).to(ranks.device), local_input(ranks)
     layer.process_group = dist.new_group([*range(ranks.size)])
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=fullgraph)
@@ -177,19 +171,18 @@ def test_a_missing_group_raises_as_in_eager_mode(ranks: Ranks, fullgraph: bool) 
 def test_one_rank_may_trace_without_the_other_ranks(ranks: Ranks, layer_class: type[nn.Module]) -> None:
     """The last rank traces alone. Later its graph and the models of the other ranks synchronise."""
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.Conv2d(1, 3, 3), layer_class(3))).to(ranks.device)
-    called, x = model, torch.randn(2, 3, 6, 6, device=ranks.device)
+    x = torch.randn(2, 3, 6, 6, device=ranks.device)
+    call = model
     if ranks.rank == ranks.size - 1:
         with CountCollectives() as collectives:
-            called = fx.symbolic_trace(model)
+            call = fx.symbolic_trace(model)
             for function in (model[1], lambda x: sync_batch_norm(x, None, None, training=True)):
                 with pytest.raises(TraceError):
                     fx.symbolic_trace(function)
                 with pytest.raises(RuntimeError, match="cannot record batch norm over ranks"):
                     torch.jit.trace(function, x)
-            with pytest.raises(RuntimeError, match="cannot compile"):
-                torch.jit.script(model)
         assert collectives.total == 0
-    called(x[:, :1])
+    call(x[:, :1])  # The convolution takes one channel, and the traced functions take three.
     assert syncbn.summary(model)[0].last_step == f"synchronised over {ranks.size} ranks"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from guides import code_block, run_block, run_code
+from guides import NAMES, code_block, run_block, run_code
 from running_statistics import merge_running_stats, recompute_running_stats
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,15 +38,16 @@ def defaults_of_torch(ranks: Ranks) -> Iterator[None]:
     torch.set_default_device(None)
 
 
+# What a recipe returns: tensors with a row for each sample, and tensors that are equal on all ranks.
 Results = tuple[list[Sequence[Tensor]], dict[str, Tensor]]
 
 
 def assert_equals_one_process(ranks: Ranks, sizes: list[int], recipe: Callable[[slice, int | None], Results]) -> None:
-    """Assert that ranks with `sizes` samples get the results of one process with all samples.
+    """Assert that `recipe(samples, process_group)` has the results of one process with all samples. `sizes` has the
+    number of samples of each rank.
 
-    `recipe(samples, process_group)` returns values with a row for each sample, and tensors that are equal on all ranks.
-    Each rank also stands in for the one process: it runs the recipe with all samples and a group of one rank, and DDP
-    averages equal gradients.
+    To be the one process, each rank runs the recipe on all samples with process_group=1: layers normalise the samples
+    of their rank alone, and DDP averages gradients that are equal on all ranks.
     """
     samples = ranks.local_slice(sizes)
     all_rows, expected_tensors = recipe(slice(None), 1)
@@ -54,7 +55,7 @@ def assert_equals_one_process(ranks: Ranks, sizes: list[int], recipe: Callable[[
 
 
 def world(ranks: Ranks, process_group: int | None) -> dict[str, Any]:
-    """Return the variables `world_size` and `dist` of a recipe on all ranks or, if the group is 1, in one process."""
+    """Return `world_size` and `dist` for a recipe. With process_group=1 they describe a job of one process."""
     if process_group is None:
         return {"world_size": ranks.size, "dist": dist}
     return {"world_size": 1, "dist": SimpleNamespace(get_world_size=lambda: 1, all_reduce=lambda tensor: None)}
@@ -70,7 +71,7 @@ def test_a_model_is_converted_for_training_and_reverted_for_deployment(ranks: Ra
     ddp = run_block("tutorial.md", "model = syncbn", model=small_model())["ddp"]
     assert isinstance(ddp.module[0][1], syncbn.SyncBatchNorm2d)
     model = run_block("deploy.md", "model = syncbn", ddp=ddp)["model"]
-    run_block("deploy.md", "[name for name, layer", model=model)
+    assert eval(code_block("deploy.md", "[name for name, layer"), NAMES | {"model": model}) == []
     assert type(model[0][1]) is nn.BatchNorm2d
     assert not model.training
     model = run_block("works_with.md", "model = syncbn", model=nn.Sequential(nn.SyncBatchNorm(4)))["model"]
@@ -78,16 +79,16 @@ def test_a_model_is_converted_for_training_and_reverted_for_deployment(ranks: Ra
 
 
 def test_a_layer_with_fuse_relu_replaces_the_sum_and_relu_of_a_residual_block(ranks: Ranks) -> None:
-    plain_line, fused_line = code_block("tutorial.md", "out = torch.relu").splitlines()
-    block = nn.Module()
-    block.conv2, block.bn2 = nn.Conv2d(4, 4, 1), syncbn.SyncBatchNorm2d(4, fuse_relu=True)
+    block = nn.ModuleDict({"conv2": nn.Conv2d(4, 4, 1), "bn2": nn.BatchNorm2d(4)})
     x = torch.randn(2, 4, 3, 3)
-    fused = run_code(fused_line, self=block, out=x, x=x)["out"]
-    block.bn2.fuse_relu = False
-    assert_close(fused, run_code(plain_line, self=block, out=x, x=x)["out"])
+    separate_line, fused_line = code_block("tutorial.md", "out = torch.relu").splitlines()
+    syncbn.convert_syncbn_model(block)
+    expected = run_code(separate_line, self=block, out=x, x=x)["out"]
+    block.bn2.fuse_relu = True
+    assert_close(run_code(fused_line, self=block, out=x, x=x)["out"], expected)
 
 
-def test_micro_batches_count_once_and_ema_copies_are_equal_on_all_ranks(ranks: Ranks) -> None:
+def test_micro_batches_count_once_and_averaged_copies_are_equal_on_all_ranks(ranks: Ranks) -> None:
     model = syncbn.convert_syncbn_model(small_model())
     batches = [(torch.randn(2, 1, 8, 8) + ranks.rank, torch.tensor([0, 1])) for _ in range(2)]
     variables = {"model": model, "ddp": DistributedDataParallel(model), "criterion": F.cross_entropy}
@@ -95,19 +96,19 @@ def test_micro_batches_count_once_and_ema_copies_are_equal_on_all_ranks(ranks: R
     run_block("running_statistics.md", "with syncbn.accumulate", **variables)
     assert model[0][1].num_batches_tracked == 1
     averaged = run_block("running_statistics.md", "averaged = ", **variables)["averaged"].module
-    assert not torch.equal(averaged[0][1].running_mean, model[0][1].running_mean)
+    assert not torch.equal(averaged[0][1].running_mean, model[0][1].running_mean)  # Buffers are averaged too.
     run_block("running_statistics.md", "assert not unequal", model=averaged)
 
 
 @pytest.mark.parametrize("layers", ["synchronised", "synchronised on one rank", "local"])
 def test_recomputed_running_statistics_are_those_of_the_data_of_all_ranks(ranks: Ranks, layers: str) -> None:
-    """The last rank has no batch. The previous statistics do not count. Nothing else in the model changes."""
+    """The last rank has no batch. The function ignores old statistics and modes, and changes no mode or class."""
     sizes = [*range(1, ranks.size), 0]
     x = torch.randn(2, sum(sizes), 3, 4, 5) * 3 + 1  # two batches of all ranks
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None))
     first, dropout, _, second = model
     dropout.eval()
-    hidden = torch.stack([copy.deepcopy(model)[:3](whole_batch) for whole_batch in x])
+    inputs_of_second = torch.stack([copy.deepcopy(model)[:3](whole_batch) for whole_batch in x])
     model.train()
     if layers != "local":
         syncbn.convert_syncbn_model(model, None if layers == "synchronised" else 1)
@@ -116,10 +117,11 @@ def test_recomputed_running_statistics_are_those_of_the_data_of_all_ranks(ranks:
     first.num_batches_tracked.fill_(ranks.rank)
     description = str(model)
     loader = [(images, 0) for images in x[:, ranks.local_slice(sizes)] if len(images)]
+    # The images of the guide have other sizes.
     code = code_block("running_statistics.md", "recompute_running_stats(model").replace("224, 224", "4, 5")
     variables = {"recompute_running_stats": recompute_running_stats, "model": model, "loader": loader}
     run_code(code, **variables, device=ranks.device)
-    for layer, values in ((first, x), (second, hidden)):
+    for layer, values in ((first, x), (second, inputs_of_second)):
         var, mean = torch.var_mean(values, (0, 1, 3, 4))
         assert_close((layer.running_mean, layer.running_var), (mean, var))
         assert layer.num_batches_tracked == 1
@@ -141,7 +143,7 @@ def test_merged_running_statistics_are_those_of_all_batches(ranks: Ranks) -> Non
     assert_close(untrained.running_var, torch.ones(3))
 
 
-STEPS = {  # name -> code, numbers of samples of the ranks
+STEPS = {  # name -> code, and the number of samples of each rank
     "scaled loss": (code_block("uneven_data.md", "loss = F.cross_entropy(ddp(x), ") + "loss.backward()", [3, 1, 2, 2]),
     "gradient penalty": (code_block("torch_features.md", "between = torch.lerp"), [2, 2, 2, 2]),
     "torch.func": (code_block("torch_features.md", "from torch.func import functional_call"), [2, 2, 2, 2]),
@@ -153,19 +155,21 @@ def test_a_step_has_the_gradients_and_buffers_of_one_process(ranks: Ranks, name:
     step, sizes = STEPS[name]
     initial_model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5))
     num_samples = sum(sizes[: ranks.size])
-    batch = {name: torch.rand(num_samples, 4) for name in ("x", "images", "real", "fake", "mix")}
+    batch = {key: torch.rand(num_samples, 4) for key in ("x", "images", "real", "fake", "mix")}
     batch["labels"] = torch.randint(5, (num_samples,))
 
     def train(samples: slice, process_group: int | None) -> Results:
         model = syncbn.convert_syncbn_model(copy.deepcopy(initial_model), process_group)
         variables = {"model": model, "ddp": DistributedDataParallel(model)} | world(ranks, process_group)
-        names = run_code(step, **variables, **{name: tensor[samples] for name, tensor in batch.items()})
-        return [], names.get("gradients", gradients(model)) | dict(model.named_buffers())
+        variables = run_code(step, **variables, **{key: tensor[samples] for key, tensor in batch.items()})
+        # The recipe of torch.func stores the gradients in a variable, the other recipes in the parameters.
+        return [], variables.get("gradients", gradients(model)) | dict(model.named_buffers())
 
     assert_equals_one_process(ranks, sizes[: ranks.size], train)
 
 
 def test_padded_sequences_train_as_in_one_process_and_padding_changes_no_output(ranks: Ranks) -> None:
+    # The block ends with two lines that compute a loss.
     definitions, step = code_block("uneven_data.md", "class Block(nn.Module)").rsplit("\n\n\n", 1)
     names = run_code(definitions)
     initial_model, collate = names["Network"](nn.BatchNorm1d), names["collate"]
@@ -233,7 +237,7 @@ def test_ranks_that_run_out_of_data_train_as_one_process(ranks: Ranks, loop: str
     def batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(size, 3, 32, 32), torch.randint(5, (size,))
 
-    flatten = View() if loop == "padding batches" else nn.Flatten()
+    flatten = View() if loop == "padding batches" else nn.Flatten()  # Only padding batches are never empty.
     layers = nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.ReLU(), flatten, nn.Linear(4 * 64, 5)
     expected = training_state(nn.Sequential(*layers))
     actual = training_state(syncbn.convert_syncbn_model(copy.deepcopy(expected["model"])))
@@ -262,7 +266,7 @@ def test_ranks_that_run_out_of_data_train_as_one_process(ranks: Ranks, loop: str
 
 
 def test_a_recurrent_network_trains_on_ranks_with_sequences_of_different_lengths(ranks: Ranks) -> None:
-    """A rank whose sequences have ended passes empty batches: see "Numbers of calls" in docs/rules.md."""
+    """A rank whose sequences have ended calls the layer with an empty batch, as docs/rules.md demands."""
     initial_model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     x = torch.randn(2 * ranks.size, 3)
     lengths = torch.arange(ranks.size).repeat_interleave(2) * 3 + 2
@@ -289,7 +293,7 @@ def test_hosts_normalise_alone_until_they_become_one_group(ranks: Ranks, monkeyp
     names["ddp"](x).pow(3).sum().backward()
     assert unequal(model.state_dict()) == ["1.running_mean", "1.running_var"]
     run_block("groups.md", "layer.process_group = None", model=model)
-    names["ddp"](x)
+    names["ddp"](x)  # The block has made the buffers equal, and a step over all ranks keeps them equal.
     assert unequal(model.state_dict()) == []
 
 
@@ -324,16 +328,13 @@ def test_selective_checkpointing_repeats_no_collective(ranks: Ranks) -> None:
 
 
 def test_the_values_of_nested_tensors_are_one_batch(ranks: Ranks) -> None:
-    """The sequences differ in length. The NestedTensor itself is refused."""
+    """The sequences differ in length."""
     normalize_nested = run_block("torch_features.md", "def normalize_nested")["normalize_nested"]
     sequences = [torch.randn(1 + index % 3, 3) for index in range(2 * ranks.size)]
 
     def train(samples: slice, process_group: int | None) -> Results:
         nested = torch.nested.nested_tensor(sequences[samples], layout=torch.jagged, requires_grad=True)
         layer = syncbn.SyncBatchNorm(3, process_group=process_group)
-        if ranks.device.type == "cpu":  # On a GPU the group could not continue after a fault.
-            with pytest.raises(TypeError, match=r"pass input\.values\(\) of a NestedTensor with layout=torch\.jagged"):
-                layer(nested)
         output = normalize_nested(layer, nested)
         output.values().pow(3).sum().backward()
         return [output.unbind(), nested.grad.unbind()], {}
@@ -362,8 +363,8 @@ def test_the_shards_of_a_dtensor_are_one_batch(ranks: Ranks, dim: int) -> None:
 
 @pytest.mark.parametrize("num_domains", [1, 2])
 def test_domain_norms_normalise_the_samples_of_a_domain_over_all_ranks(ranks: Ranks, num_domains: int) -> None:
-    """The ranks take turns with the domains. No rank has samples of the last domain."""
-    domain, index = ranks.rank % num_domains, ranks.rank // num_domains
+    """Rank r has the domain r mod `num_domains`. The model has another domain, of which no rank has samples."""
+    domain, index = ranks.rank % num_domains, ranks.rank // num_domains  # `index` counts the ranks of a domain.
     x = torch.randn(ranks.size, 2, 4, 3, 3)  # two images for each rank
     whole_domain = x[domain::num_domains].flatten(0, 1).requires_grad_()
     expected = F.batch_norm(whole_domain, None, None, training=True)
@@ -377,11 +378,12 @@ def test_domain_norms_normalise_the_samples_of_a_domain_over_all_ranks(ranks: Ra
 
 
 def test_batch_renorm_trains_as_in_one_process(ranks: Ranks) -> None:
-    """After the conversion `summary` reports that a layer which calls sync_batch_stats is synchronised."""
+    """The summary of a converted layer counts a call of sync_batch_stats as synchronised."""
     names = run_block("works_with.md", "class BatchRenorm1d")
     batches = torch.randn(3, 4 * ranks.size, 5) * 3 + 20
 
     def train(samples: slice, process_group: int | None) -> Results:
+        # The code of the block reads its globals from `names`.
         names["sync_batch_stats"] = functools.partial(sync_batch_stats, process_group=process_group)
         layer = syncbn.convert_syncbn_model(names["BatchRenorm1d"](5))
         for batch in batches:
@@ -390,6 +392,7 @@ def test_batch_renorm_trains_as_in_one_process(ranks: Ranks) -> None:
             y.pow(3).sum().backward()
         if process_group is None:
             assert syncbn.summary(layer)[0].last_step == f"synchronised over {ranks.size} ranks"
+        # The outputs and gradients are those of the last batch.
         return [y, x.grad, layer.eval()(x)], dict(layer.named_buffers())
 
     assert_equals_one_process(ranks, [4] * ranks.size, train)
@@ -410,7 +413,8 @@ def test_images_of_deep_inversion_have_the_gradients_of_one_process(ranks: Ranks
 
 
 def test_a_frozen_layer_stays_frozen_in_copies_until_it_is_unfrozen(ranks: Ranks) -> None:
-    """The layer is frozen before the conversion, and the second block freezes it for two of three epochs."""
+    """The model was frozen before the conversion, and trains an epoch. Then the loop of the guide trains three epochs,
+    and unfreezes the layers for the last."""
     names = run_block("faq.md", "def freeze")
     model = nn.Sequential(nn.BatchNorm1d(3))
     names["freeze"](model[0])
@@ -428,7 +432,7 @@ def test_a_frozen_layer_stays_frozen_in_copies_until_it_is_unfrozen(ranks: Ranks
 
 
 def test_measured_noise_agrees_with_its_definition(ranks: Ranks) -> None:
-    """Each rank measures two slices of its batch. A frozen layer is left out."""
+    """Each rank cuts its batch into two slices, and each slice stands for a rank. Layers in evaluation are left out."""
     measure = pytest.importorskip("local_noise", reason="scikit-learn is not installed").measure
     x = torch.randn(2 * ranks.size, 3, 4) * torch.arange(1.0, 2 * ranks.size + 1).view(-1, 1, 1) + 10  # (slices, 3, C)
     loader = [(x[ranks.even_slice(len(x))].flatten(0, 1), None)]
@@ -439,6 +443,6 @@ def test_measured_noise_agrees_with_its_definition(ranks: Ranks) -> None:
     slice_var, slice_mean = torch.var_mean(x, 1, correction=0, keepdim=True)
     outputs_off = (x - slice_mean) / (slice_var + 2).sqrt() - (x - mean) / (var + 2).sqrt()
     deviations = (slice_mean - mean) / var.sqrt(), slice_var / var - 1, outputs_off
-    assert noise.layer == "0"
-    assert noise[1:3] == (3, 6 * ranks.size)
-    assert_close(torch.tensor(noise[3:]), torch.stack([deviation.square().mean().sqrt() for deviation in deviations]))
+    root_mean_squares = [deviation.square().mean().sqrt().item() for deviation in deviations]
+    assert noise[:3] == ("0", 3, 6 * ranks.size)  # the layer, the values of a slice, the values of all slices
+    assert_close(noise[3:], tuple(root_mean_squares))
