@@ -51,8 +51,8 @@ class Model(nn.Module):
         batch_norm_backward(X, X, torch.zeros(3), torch.ones(3), process_group=self.bn1.process_group)
 
 
-# Each entry has the method that rank 0 calls, the method that the other ranks call, and a regular expression that
-# matches the error of every rank. Tests replace OTHERS in it by the other ranks, such as "ranks 1-2".
+# An entry has the method that rank 0 calls, the method that the other ranks call, and a regular expression that matches
+# the error of every rank. Tests replace OTHERS in the expression by the other ranks, such as "ranks 1-2".
 MIXTURES: dict[str, tuple[Callable[[Model], None], Callable[[Model], None], str]] = {
     "two layers": (
         Model.call_bn1, Model.call_bn2,

@@ -41,7 +41,7 @@ def build() -> nn.Module:
 
 
 def build_without_names() -> nn.Module:
-    """Return a model that was not converted. Its batch norm has no name, only a class and a number of channels."""
+    """Return a model that was not converted. The batch norm has no name, only a class and a number of channels."""
     return nn.Sequential(nn.Linear(3, 3), syncbn.SyncBatchNorm1d(3))
 
 
@@ -74,7 +74,7 @@ def test_ranks_that_train_models_of_one_class_in_different_orders_raise(
     ranks: Ranks, name: str, build_model: Callable[[], nn.Module]
 ) -> None:
     """If a rank trains a model for the first time, the ranks cannot know whether the model is another model or the same
-    model, reloaded. They agree on a new number, and raise when some rank uses the old number again."""
+    model, reloaded. The ranks agree on a new number, and raise when some rank uses the old number again."""
     models = collections.defaultdict(build_model)  # builds a model when its letter is first used
     order_of_rank_1, order_of_other_ranks = ORDERS[name]
     *letters, last = order_of_rank_1 if ranks.rank == 1 else order_of_other_ranks

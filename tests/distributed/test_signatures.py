@@ -3,7 +3,6 @@
 On GPUs a later call raises: test_status.py. Several layers with one name: test_order_of_layers.py.
 """
 
-import copy
 import time
 from collections.abc import Callable
 
@@ -71,16 +70,6 @@ def test_a_setting_that_differs_on_one_rank_raises(ranks: Ranks, name: str, chan
             setattr(layer, name, changed)
         with pytest.raises(RanksDifferError, match=message):
             layer(x)
-
-
-def test_a_shallow_copy_is_another_layer(ranks: Ranks) -> None:
-    """Otherwise syncbn would not notice that one rank calls the layer and another rank calls the copy."""
-    first = syncbn.SyncBatchNorm(3)
-    first(X)
-    second = copy.copy(first)
-    second(X)
-    with pytest.raises(RanksDifferError, match=r"rank 0: in SyncBatchNorm .*; number \d+ of SyncBatchNorm\(3\)\n"):
-        (second if ranks.rank else first)(X)
 
 
 @pytest.mark.parametrize("unchecked_ranks", ["all ranks", "rank 0"])
