@@ -174,5 +174,6 @@ def test_a_report_waits_a_bounded_time_for_a_slow_store(reader: ThisRank, monkey
     for _ in range(2):
         assert report.STORE_UNKNOWN in report.report_positions(reader, None)
     timeout.set()
+    assert reader.wait_for_report(seconds=60)  # The thread of the first report has ended.
     reader.store = store
     assert "ranks 0, 2: has left" in report.report_positions(reader, None)
