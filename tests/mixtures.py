@@ -1,4 +1,4 @@
-"""Calls that must not meet in one all_reduce, and a store that tests let be late or fail."""
+"""A model, pairs of calls that raise an error if two ranks make them at once, and a store that can be slow or fail."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ X = torch.randn(4, 3, requires_grad=True)
 
 
 class Model(nn.Module):
-    """A model of two layers. By default they use a new group, because after a fault on a GPU a group is unusable."""
+    """A model of two layers. The default is a new group, because a fault on a GPU makes a group unusable."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Model(nn.Module):
         return self.bn2(self.bn1(x))
 
     def train_a_step_and_call_bn2_twice(self) -> None:
-        """Prepare for the methods below, of which each rank calls one."""
+        """Prepare for the methods below: the next call of bn1 is call 2, and the next call of bn2 is call 4."""
         self(X).sum().backward()
         self.loss_of_call_2, self.loss_of_call_3 = (self.bn2(x).square().sum() for x in (X, 2 * X))
 
@@ -51,8 +51,8 @@ class Model(nn.Module):
         batch_norm_backward(X, X, torch.zeros(3), torch.ones(3), process_group=self.bn1.process_group)
 
 
-# The method that rank 0 calls, the method that the other ranks call, and a part of the error that every rank raises, as
-# a regular expression, in which OTHERS stands for the other ranks.
+# An entry has the method that rank 0 calls, the method that the other ranks call, and a regular expression that matches
+# the error of every rank. Tests replace OTHERS in the expression by the other ranks, such as "ranks 1-2".
 MIXTURES: dict[str, tuple[Callable[[Model], None], Callable[[Model], None], str]] = {
     "two layers": (
         Model.call_bn1, Model.call_bn2,

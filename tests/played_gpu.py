@@ -1,7 +1,7 @@
-"""Let a CPU play a GPU: the host reads no total, and kernels store faults in status words.
+"""Let a CPU play a GPU: kernels, not the host, check the total of an all_reduce, and store faults in status words.
 
 With TRITON_INTERPRET=1 Triton's interpreter runs the GPU kernels. Otherwise the C++ kernels compute, and the functions
-below do what GPU kernels do with status words.
+below check the totals.
 """
 
 import ctypes
@@ -27,7 +27,8 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.fi
 
 
 def check_trailer(total: Tensor, needs_two_values: bool, words: StatusWords) -> bool:
-    """Store the fault of a total, like `check_trailer` in gpu_channels.py. Return whether there is or was a fault."""
+    """Store the fault of a total, if any. Return whether this or an earlier total has a fault. See `check_trailer` in
+    gpu_channels.py."""
     num_values, count, num_signed, signature_sum, square_sum = total[payload.TRAILER].tolist()
     host_words = (ctypes.c_int64 * 3).from_address(words.host_address)
     device_word = ctypes.c_int64.from_address(words.device_address)
@@ -55,7 +56,7 @@ def check_finite(sums: Tensor, words: StatusWords) -> None:
 
 def check_total(total: Tensor, needs_two_values: bool, words: StatusWords, sums: Tensor | None) -> None:
     if check_trailer(total, needs_two_values, words):
-        payload.num_values(total).zero_()
+        payload.num_values(total).zero_()  # With n = 0 dispatched kernels do not update running statistics.
     if sums is not None:
         check_finite(sums, words)
 
@@ -69,8 +70,9 @@ class Forward(cpu.Forward):
 
     def forward_outputs(self, inputs: Any, total: Tensor, buffers: Any, momentum: Any, status_words: Any) -> Any:
         if status_words is not None and check_trailer(total, True, status_words):
-            buffers = [None if buffer is None else buffer.clone() for buffer in buffers]  # The originals do not change.
-        return (*super().forward_outputs(inputs, total, buffers, momentum)[:2], True)
+            buffers = [None if buffer is None else buffer.clone() for buffer in buffers]  # Only the copies change.
+        y, statistics, _ = super().forward_outputs(inputs, total, buffers, momentum)
+        return y, statistics, True  # True: the status words report sums that are not finite.
 
 
 class Backward(cpu.Backward):
@@ -88,8 +90,8 @@ class Backward(cpu.Backward):
 def play(
     monkeypatch: pytest.MonkeyPatch, poll_seconds: float = 0.05, answer_seconds: float = report.ANSWER_SECONDS
 ) -> SimpleNamespace:
-    """Treat all tensors as tensors of a GPU until the end of the test. Return the GPU: `gpu.stream` is the handle of
-    the current stream, or None while the stream captures a CUDA graph."""
+    """Treat all tensors as tensors of a GPU until the end of the test. Return an object whose `stream` is the handle of
+    the current stream. A test sets it to None for a stream that captures a CUDA graph."""
     gpu, back_end = SimpleNamespace(stream=0), sys.modules[__name__]
     is_available = IS_INTERPRETED or cpu.load() is None
     if IS_INTERPRETED:

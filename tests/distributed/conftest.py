@@ -70,12 +70,6 @@ def reports(ranks: Ranks, set_seconds: Callable[..., None]) -> Iterator[Reports]
 
 
 @pytest.fixture
-def sign_nothing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function that switches the checks off for layers of this rank that have not been called."""
-    return lambda: monkeypatch.setenv("SYNCBN_CHECKS", "0")
-
-
-@pytest.fixture
 def wrap_all_reduce(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Tensor]], None]:
     """Return a function that makes this rank call `wrapper(all_reduce, *arguments)` in each pass."""
     all_reduce = calls.all_reduce

@@ -1,9 +1,7 @@
-"""Tests that a process_group means the same ranks in every form, also after a copy, a pickle or a new default group."""
+"""Tests that a process_group selects the same ranks in each form, in copies, in pickles and in a new default group."""
 
 import copy
-import functools
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,8 +27,8 @@ def random_batch(ranks: Ranks) -> Tensor:
 
 
 def synchronised_ranks(layer: nn.Module, ranks: Ranks) -> list[int]:
-    """Return the W ranks over which the layer normalises. Rank r passes ones in channel r and zeros in all others, so
-    the means of W channels are 1/W, and all other means are 0."""
+    """Return the ranks over which the layer normalises. Each rank passes ones in the channel of its own number, and
+    zeros in all other channels. Over k ranks the means of k channels are then 1 / k, and all other means are 0."""
     layer.train().reset_running_stats()
     layer.momentum = 1.0
     x = torch.zeros_like(random_batch(ranks))
@@ -73,8 +71,8 @@ def test_a_process_group_can_select_some_ranks(ranks: Ranks) -> None:
         assert synchronised_ranks(make_layer(inner_group, ranks), ranks) == [1, 2]
 
 
-def test_an_int_given_before_init_process_group_becomes_a_group_in_the_first_training_forward(ranks: Ranks) -> None:
-    """Two of the layers were built under an earlier default group. test_compile.py has compiled layers."""
+def test_layers_may_be_built_before_init_process_group(ranks: Ranks) -> None:
+    """Layers may also be built under an earlier default group. test_compile.py has compiled layers."""
     layers = [make_layer(process_group, ranks) for process_group in (None, ranks.size)]
     voting.world.destroy_groups()
     layers.append(make_layer(ranks.size, ranks))
@@ -88,7 +86,8 @@ def test_an_int_given_before_init_process_group_becomes_a_group_in_the_first_tra
 
 
 def test_summary_names_group_payload_and_last_step(ranks: Ranks) -> None:
-    model, payload_bytes = nn.Sequential(make_layer(None, ranks), make_layer(1, ranks)), 8 * (2 * C + 5)
+    model = nn.Sequential(make_layer(None, ranks), make_layer(1, ranks))
+    payload_bytes = 8 * (2 * C + 5)
     assert [*syncbn.summary(model)] == [
         ("0", "SyncBatchNorm", C, ranks.size, payload_bytes, payload_bytes, "none yet"),
         ("1", "SyncBatchNorm", C, 1, 0, 0, "none yet"),
@@ -99,7 +98,7 @@ def test_summary_names_group_payload_and_last_step(ranks: Ranks) -> None:
         assert last_steps == [f"synchronised over {ranks.size} ranks", "not synchronised"]
     loaded = make_layer(None, ranks)
     loaded.load_state_dict(model[0].state_dict())
-    assert syncbn.summary(loaded)[0].last_step == "not known"  # The loaded num_batches_tracked is 1.
+    assert syncbn.summary(loaded)[0].last_step == "not known"  # Only num_batches_tracked shows a step.
     assert str(syncbn.summary(model)).endswith(f"\nkernels: {syncbn.kernels.available()}")
 
 
@@ -133,7 +132,7 @@ def test_copies_share_the_group_and_pickles_find_a_group_of_the_same_ranks(ranks
     assert copied[0].process_group is model[0].process_group is group
     for layer in (*copied, *pickled):
         assert synchronises_all(layer, ranks)
-    pickle.dumps(pickled)  # A layer that has trained does not hold the group, which cannot be pickled.
+    pickle.dumps(pickled)  # A group cannot be pickled, but a layer that has trained can.
 
 
 def test_a_second_conversion_keeps_the_group_unless_another_is_given(ranks: Ranks) -> None:
@@ -148,14 +147,14 @@ def test_a_second_conversion_keeps_the_group_unless_another_is_given(ranks: Rank
 
 @pytest.mark.parametrize("is_member", [True, False])
 def test_a_conversion_of_nn_syncbatchnorm_and_its_revert_keep_the_group(ranks: Ranks, is_member: bool) -> None:
-    group = dist.new_group() if is_member else dist.new_group([0])  # NON_GROUP_MEMBER on all ranks but rank 0
+    group = dist.new_group() if is_member else dist.new_group([0])  # Other ranks get NON_GROUP_MEMBER.
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.SyncBatchNorm(C, process_group=group)))
     assert model[0].process_group == group
     assert syncbn.revert_syncbn_model(model)[0].process_group is group
 
 
 def test_an_int_reverts_to_its_group_and_not_to_all_ranks(ranks: Ranks) -> None:
-    """Before the group exists, the revert is refused and changes no layer."""
+    """While the group does not exist, the revert is refused and changes no layer."""
     voting.world.destroy_groups()
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(C), nn.SyncBatchNorm(C)), process_group=1)
     voting.world.create_group()
@@ -185,8 +184,8 @@ def test_a_conversion_with_a_destroyed_group_is_refused_and_changes_no_layer(ran
 
 @pytest.mark.parametrize("destroys_all_groups", [False, True])
 def test_no_other_group_replaces_a_destroyed_group(ranks: Ranks, destroys_all_groups: bool) -> None:
-    """Other ranks may not have destroyed the group, and would wait in it. Only a layer that is unpickled afterwards may
-    use another group of the same ranks."""
+    """Other ranks may still use the destroyed group, and would wait in it. Only a layer that is unpickled afterwards
+    may use another group of the same ranks."""
     layer = make_layer(dist.new_group(), ranks)
     layer(random_batch(ranks))
     if destroys_all_groups:
@@ -205,40 +204,31 @@ def test_no_other_group_replaces_a_destroyed_group(ranks: Ranks, destroys_all_gr
         assert synchronises_all(usable, ranks)
 
 
-def function_with_an_invalid_group(ranks: Ranks) -> Callable[[Tensor], object]:
-    return functools.partial(sync_batch_stats, process_group=0)
-
-
-def layer_with_a_group_that_rank_1_destroys(ranks: Ranks) -> nn.Module:
-    layer = make_layer(dist.new_group(), ranks)
-    dist.barrier()
-    if ranks.rank == 1:
-        dist.destroy_process_group(layer.process_group)
-    return layer
-
-
 @pytest.mark.parametrize(
-    ("build", "text"),
-    [
-        (function_with_an_invalid_group, "ValueError: process_group=0"),
-        (layer_with_a_group_that_rank_1_destroys, r"RuntimeError: the layer's process_group \(.*\) was destroyed"),
-    ],
+    ("destroys_group", "text"), [(False, "ValueError: process_group=0"), (True, r"RuntimeError: .* was destroyed")]
 )
 def test_ranks_that_wait_report_why_another_rank_has_no_group(
-    ranks: Ranks, reports: Reports, build: Callable[[Ranks], Callable[[Tensor], object]], text: str
+    ranks: Ranks, reports: Reports, destroys_group: bool, text: str
 ) -> None:
     """Rank 1 raises without joining the all_reduce in which the other ranks wait, and calls their layer only after they
     have reported the error."""
-    call, layer = build(ranks), make_layer(None, ranks)
+    layer, group = make_layer(None, ranks), dist.new_group()
+    layer_of_group = make_layer(group, ranks)
+    dist.barrier()
+    if ranks.rank == 1 and destroys_group:
+        dist.destroy_process_group(group)
+        with pytest.raises(RuntimeError):
+            layer_of_group(random_batch(ranks))
+    elif ranks.rank == 1:
+        with pytest.raises(ValueError):
+            sync_batch_stats(random_batch(ranks), process_group=0)
     if ranks.rank == 1:
-        with pytest.raises((RuntimeError, ValueError)):
-            call(random_batch(ranks))
         reports.wait_for(rf"rank 1: (.*; )?has raised {text}.*\n(rank.*\n)*\Z")  # The error is the only cause.
     assert synchronises_all(layer, ranks)
 
 
 def test_ranks_that_ask_for_different_groups_issue_one_collective(ranks: Ranks) -> None:
-    """A second collective of some ranks would pair with the next collective of the other ranks."""
+    """If some ranks issued a second collective, it would pair with the next collective of the other ranks."""
     with pytest.raises(ValueError, match="the ranks ask for different process groups"):
         syncbn.create_syncbn_process_group(7) if ranks.rank else sync_batch_stats(random_batch(ranks), process_group=5)
     assert ranks.all_reduce_sum(torch.ones(1, device=ranks.device)) == ranks.size

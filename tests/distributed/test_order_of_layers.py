@@ -1,6 +1,6 @@
-"""Tests that layers with one name are distinguished by numbers, and that ranks which agree do not raise.
+"""Tests that instance numbers distinguish layers of one name, and that ranks in the same layers raise no false alarm.
 
-Models of one class have layers with one name. docs/when_ranks_disagree.md explains the numbers.
+Models of one class have layers of one name. syncbn/ranks/sites.py explains instance numbers.
 """
 
 import collections
@@ -28,8 +28,8 @@ on_either_rank = pytest.mark.parametrize("changed_rank", [0, 1])
 
 @pytest.fixture(autouse=True)
 def new_group(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Replace the default group, so that the first model of a test has number 1. After the test, check that syncbn has
-    logged nothing."""
+    """Create a new default group, in which instance numbers begin at 1. After the test, check that syncbn has logged
+    nothing."""
     voting.world.replace_group()
     yield
     assert not [record for record in caplog.get_records("call") if record.name == "syncbn"]
@@ -41,7 +41,7 @@ def build() -> nn.Module:
 
 
 def build_without_names() -> nn.Module:
-    """Return a model that was not converted: its batch norm is compared by class and number of channels."""
+    """Return a model that was not converted. The batch norm has no name, only a class and a number of channels."""
     return nn.Sequential(nn.Linear(3, 3), syncbn.SyncBatchNorm1d(3))
 
 
@@ -57,7 +57,8 @@ def train(*models: nn.Module) -> None:
 
 # Ranks that differ.
 
-# The models that rank 1 and the other ranks train, one letter for each step. The last step must raise an error.
+# The models that rank 1 trains, then the models that the other ranks train, with a letter for each step. Only the last
+# step must raise an error.
 ORDERS = {
     "rank 1 swaps two steps": ("BAA", "ABA"),
     "rank 1 leaves out the first step of B": ("AAB", "ABA"),
@@ -72,9 +73,9 @@ ORDERS = {
 def test_ranks_that_train_models_of_one_class_in_different_orders_raise(
     ranks: Ranks, name: str, build_model: Callable[[], nn.Module]
 ) -> None:
-    """If a model is new on one rank, the ranks may take the model for a reloaded one and agree on a new number. Later
-    the old number shows that the models differ."""
-    models = collections.defaultdict(build_model)  # builds the model of a letter when it is first trained
+    """If a rank trains a model for the first time, the ranks cannot know whether the model is another model or the same
+    model, reloaded. The ranks agree on a new number, and raise when some rank uses the old number again."""
+    models = collections.defaultdict(build_model)  # builds a model when its letter is first used
     order_of_rank_1, order_of_other_ranks = ORDERS[name]
     *letters, last = order_of_rank_1 if ranks.rank == 1 else order_of_other_ranks
     train(*(models[letter] for letter in letters))
@@ -85,27 +86,18 @@ def test_ranks_that_train_models_of_one_class_in_different_orders_raise(
 
 
 def test_the_number_of_a_deleted_model_is_not_reused(ranks: Ranks) -> None:
-    """Otherwise the third model of rank 1 would have the number of the second model, and mix with it in silence."""
+    """Otherwise rank 1 would give its third model the number of the second model, and the ranks would mix the
+    statistics of the two models without an error."""
     first, second = build(), build()
     train(first, second)
     if ranks.rank == 1:
         del first
         gc.collect()
-    train(build() if ranks.rank == 1 else second)  # The ranks agree on a new number; the old one becomes invalid.
+        train(build())
+    else:
+        train(second)  # All ranks give the layer of this step a new number, and retire the number of the second model.
     with pytest.raises(RanksDifferError, match=DIFFER):
         second(random_batch())
-
-
-def test_a_number_that_one_rank_has_used_alone_is_not_reused(ranks: Ranks) -> None:
-    """Rank 0 counts FLOPs with fake tensors, which gives the models numbers on this rank alone."""
-    first, second, third = build(), build(), build()
-    if ranks.rank == 0:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            for model in (first, second, third):
-                model(mode.from_tensor(random_batch()))
-    train(second, first)  # The ranks agree on new numbers.
-    with pytest.raises(RanksDifferError, match=DIFFER):
-        (first if ranks.rank else third)(random_batch())
 
 
 def test_an_error_in_a_subgroup_has_the_ranks_of_the_default_group(ranks: Ranks) -> None:
@@ -120,7 +112,7 @@ def test_an_error_in_a_subgroup_has_the_ranks_of_the_default_group(ranks: Ranks)
             (second if ranks.rank == 1 else first)(random_batch())
 
 
-# Ranks that agree, although one rank has replaced a model.
+# Ranks in the same layers, although one rank has replaced a model.
 
 
 def revert_and_convert(model: nn.Module) -> nn.Module:
@@ -130,7 +122,7 @@ def revert_and_convert(model: nn.Module) -> nn.Module:
 @on_either_rank
 @pytest.mark.parametrize("replace", [copy.deepcopy, revert_and_convert])
 def test_a_rank_may_replace_a_model(ranks: Ranks, replace: Callable[[nn.Module], nn.Module], changed_rank: int) -> None:
-    """For example, it loads the model from a file."""
+    """For example, the rank loads the model from a file."""
     first, second = build(), build()
     train(first, second)
     for _ in range(2):
@@ -141,12 +133,12 @@ def test_a_rank_may_replace_a_model(ranks: Ranks, replace: Callable[[nn.Module],
 
 @on_either_rank
 def test_ranks_may_replace_models_in_turn(ranks: Ranks, changed_rank: int) -> None:
-    """Each fold of a cross-validation builds new models. One rank replaces them twice, then each rank once."""
+    """One rank replaces its models twice, then each rank replaces its models once. Each of three folds of a
+    cross-validation builds new models."""
     for _ in range(3):
         models = build(), build()
-        for step in range(4 + ranks.size):
-            replaces_twice = ranks.rank == changed_rank and step in (1, 2)
-            if replaces_twice or step == 4 + ranks.rank:
+        for rank in (None, changed_rank, changed_rank, None, *range(ranks.size)):  # the rank that replaces its models
+            if rank == ranks.rank:
                 models = copy.deepcopy(models)
             train(*models)
 
@@ -174,17 +166,17 @@ def test_a_rank_may_replace_a_model_between_a_forward_and_its_backward(
 
 
 def test_a_second_conversion_renames_a_part_that_has_run(ranks: Ranks) -> None:
-    """The part ran before it was put into a larger model. Rank 1 has loaded the larger model instead, whose layers have
-    only the new names."""
+    """The part ran on its own before it became a part of a larger model. On rank 1 another part ran, because this rank
+    has loaded the larger model from a file."""
     part = build()
     y = part(random_batch())
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.Identity(), build() if ranks.rank == 1 else part))
     train(model)
     assert model[1][1]._syncbn_site.layer == "layer '1.1' in Sequential"
-    y.sum().backward()  # All ranks sign this backward with the name that the part had in its forward.
+    y.sum().backward()  # On all ranks the forward had the name "layer '1' in Sequential", and so has this backward.
 
 
-# Ranks that agree, although one rank makes other calls.
+# Ranks in the same layers, although one rank also makes other calls.
 
 
 @on_either_rank
@@ -229,8 +221,8 @@ def test_a_layer_may_be_called_several_times_in_a_step() -> None:
 @pytest.mark.compiles
 @on_either_rank
 def test_a_rank_may_compile_its_models_at_first(ranks: Ranks, changed_rank: int) -> None:
-    """A compiled call is not numbered and sends no signature. When this rank falls back to eager mode, it calls the
-    models for the first time, in another order than the other rank has."""
+    """A compiled call gives a model no number and sends no signature. The changed rank then gives its models their
+    numbers in the first eager calls, in another order than the other rank."""
     first, second = build(), build()
     called = [first, second]
     if ranks.rank == changed_rank:
@@ -245,10 +237,10 @@ def test_backwards_agree_after_one_rank_has_made_a_compiled_call(ranks: Ranks) -
     """A compiled call is not counted, so the ranks have different counts from then on."""
     model = build()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    models = [model, compiled if ranks.rank else model, model]
-    losses = [called(random_batch()).square().sum() for called in models]
-    for loss in losses[::-1] + losses:
+    called = [model, model if ranks.rank == 0 else compiled, model]
+    losses = [model(random_batch()).square().sum() for model in called]
+    for loss in [*reversed(losses), *losses]:
         loss.backward(retain_graph=True)
-    losses = [model(random_batch()).square().sum() for _ in range(2)]
+    first, second = (model(random_batch()).square().sum() for _ in range(2))
     with pytest.raises(RanksDifferError, match="differentiate different calls"):
-        losses[ranks.rank != 0].backward()
+        (first if ranks.rank == 0 else second).backward()
