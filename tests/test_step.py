@@ -50,8 +50,6 @@ def train_steps(layer: Layer, x: Tensor, **tensors: Tensor) -> None:
         # A kernel that read an int64 at the address of this int32 would read both numbers.
         {"momentum": None, "num_batches_tracked": torch.tensor([7, 9], dtype=torch.int32)[0]},
         {"weight": nn.Parameter(torch.tensor([3.0, 2.0, 1.0]))},
-        {"weight": nn.Parameter(torch.ones(3), requires_grad=False)},
-        {"bias": nn.Parameter(torch.ones(3), requires_grad=False)},
         {"bias": None},
         {"running_var": torch.tensor([3.0, 2.0, 1.0])},
         {"running_mean": None, "running_var": None},
@@ -68,6 +66,20 @@ def test_an_attribute_that_is_set_between_calls_takes_effect(attributes: dict[st
         for name, value in copy.deepcopy(attributes).items():
             setattr(layer, name, value)
         return step(layer, layer, next_x) | {"evaluation": layer.eval()(next_x)}
+
+    compare_with_torch(run)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_frozen_parameter_may_be_trained_again(name: str) -> None:
+    """The kernels that are cached while the parameter is frozen do not compute its gradient."""
+    x = torch.randn(SHAPE)
+
+    def run(layer: Layer) -> dict[str, Tensor | None]:
+        layer.get_parameter(name).requires_grad_(False)
+        train_steps(layer, x)
+        layer.get_parameter(name).requires_grad_(True)
+        return step(layer, layer, x)
 
     compare_with_torch(run)
 
