@@ -127,9 +127,9 @@ for name in PER_CHANNEL:
     REFUSED[f"device of {name}"] = {name: BASE[name].to("meta")}, ValueError
 for name in ("input", "z", *PER_CHANNEL):
     for kind, tensor in unreadable_tensors(BASE[name]).items():
-        if kind == "zero tensor" and name in ("input", *BUFFERS):  # A zero tensor cannot change in place.
+        if kind == "zero tensor" and name in BUFFERS:  # A zero tensor cannot change in place.
             continue
-        # syncbn converts subclasses, and copies non-dense inputs and residuals, before the fast path.
+        # syncbn unwraps subclasses, and copies non-dense inputs and residuals, before direct kernels run.
         is_fast = kind == "subclass" or (kind == "non-dense" and name in ("input", "z"))
         calls = FAST if is_fast else DISPATCHED
         calls[f"{kind}: {name}"] = {name: tensor}

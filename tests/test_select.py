@@ -166,7 +166,8 @@ def test_operators_take_any_strides_and_return_those_of_the_input(name: str, cop
     """Inductor may pass any strides in each input. If x is not dense, outputs have the strides of a dense copy."""
     operator, arguments = operator_of(name), ARGUMENTS[name]
     indices = [index for index, argument in enumerate(arguments) if argument is X]
-    for copied in (indices, *([index] for index in indices)):  # all tensors like X at once, then each alone
+    each_index = [[index] for index in indices]
+    for copied in [indices, *each_index]:
         changed = [copy(X) if index in copied else argument for index, argument in enumerate(arguments)]
         torch.library.opcheck(operator, tuple(changed), test_utils="test_faketensor")  # compares strides of outputs
         contiguous = [value.contiguous() if isinstance(value, Tensor) else value for value in changed]
