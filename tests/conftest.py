@@ -1,4 +1,4 @@
-"""Settings of all tests, such as NaN in memory that a kernel leaves unwritten, and the fixtures of several files."""
+"""Options and settings of all tests, and fixtures that several files use."""
 
 import gc
 import importlib.metadata
@@ -37,7 +37,8 @@ def pytest_collection_finish() -> None:
 def settings_of_torch() -> Iterator[None]:
     torch.set_num_threads(1)  # Up to four ranks share two cores.
     torch.backends.cudnn.allow_tf32 = False  # TF32 rounds to 10 bits.
-    assert torch.utils.deterministic.fill_uninitialized_memory  # The next line then fills new memory with NaN.
+    # With deterministic algorithms torch fills new memory with NaN, so a test notices elements that are left unwritten.
+    assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -45,12 +46,16 @@ def settings_of_torch() -> Iterator[None]:
 
 @pytest.fixture(params=["reference", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Return each back end, on whose device new tensors are. Triton's interpreter runs the GPU kernels on the CPU. The
-    parameter "chunks" is the reference without gradients, which computes one chunk after another."""
+    """Return the module of a back end, and create new tensors on the device of its kernels.
+
+    Triton's interpreter runs the GPU kernels on the CPU. A test may also request "chunks", the reference without
+    gradients, which computes one chunk of a tensor after another.
+    """
     if request.param in ("cpu", "operators") and (reason := cpu.load()):
         pytest.skip(reason)
     if request.param == "chunks":
-        monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 48)  # Of 49 columns, the last is a chunk of its own.
+        # Of the 49 columns in test_kernels.py, the last is then a chunk of its own.
+        monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 48)
         with torch.no_grad():
             yield reference
     elif request.param != "triton":
@@ -73,7 +78,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=["", "reference"])
 def syncbn_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Set SYNCBN_KERNELS as for a new process, and return the value."""
+    """Set the environment variable SYNCBN_KERNELS, clear all caches that depend on it, and return its value."""
     from equal_to_torch import clear_kernel_caches  # scripts/package.sh copies conftest.py without equal_to_torch.py.
 
     monkeypatch.setenv("SYNCBN_KERNELS", request.param)
@@ -90,7 +95,7 @@ def ranks_start_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(testing, "START_METHOD", "forkserver")
 
 
-GROUP_TIMEOUT = timedelta(seconds=77)  # This value is not a default of torch.
+GROUP_TIMEOUT = timedelta(seconds=77)  # A test reads the timeout of a group, so it differs from torch's defaults.
 
 
 @pytest.fixture

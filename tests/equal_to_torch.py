@@ -18,7 +18,7 @@ Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
 
 
 def clear_kernel_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty the caches of kernels until the end of the test."""
+    """Start the test with empty caches of kernels."""
     for kernels in (ForwardKernels, BackwardKernels):
         kernels.cached.cache_clear()
     for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache):
@@ -68,7 +68,7 @@ def unreadable_tensors(tensor: Tensor) -> dict[str, Tensor]:
     return {
         "non-dense": strided_copy(tensor),
         "negative view": torch._neg_view(-tensor),
-        "zero tensor": torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),  # has no memory
+        "zero tensor": torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),  # torch allocates no memory.
         "wrapper": escaped(tensor),
         "subclass": tensor.as_subclass(Image),
     }

@@ -24,8 +24,8 @@ def is_triton(kernels: BackEnd) -> bool:
 
 
 def is_interpreted(kernels: BackEnd) -> bool:
-    """Return whether Triton's interpreter runs the kernels. A GPU rounds values to bfloat16 and to subnormal values of
-    float16. The interpreter truncates them."""
+    """Return whether Triton's interpreter runs the kernels. The interpreter truncates values to bfloat16 and to
+    subnormal values of float16, which a GPU rounds."""
     return is_triton(kernels) and torch.get_default_device().type == "cpu"
 
 
@@ -48,7 +48,7 @@ def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
-    # The launch patches the modules among a kernel's globals. Triton's own functions need a patched `core`.
+    # A launch patches the modules that are globals of the kernel. Triton's own functions need a patched `core`.
     for module in (gpu_channels, gpu_tiles):
         monkeypatch.setattr(module, "core", triton.language.core, raising=False)
 
@@ -136,8 +136,8 @@ def run_both(
     kernels: BackEnd, dy: Tensor, x: Tensor, *, relu: bool = False, weight: Tensor | None = None,
     residual: Tensor | None = None, single_rank: bool = False, **arguments: Any,
 ) -> tuple[ForwardResult, BackwardResult]:  # fmt: skip
-    """Run forward and backward of this rank alone. A residual must have a relu. The other arguments are those of
-    `run_forward`."""
+    """Run forward and backward of this rank alone. A `residual` requires `relu`, because backward computes its gradient
+    from the mask of the relu. The other arguments are those of `run_forward`."""
     common = {"relu": relu, "weight": weight, "single_rank": single_rank}
     forward = run_forward(kernels, x, residual=residual, **common, **arguments)
     y, needs_residual = (None, False) if residual is None else (forward.y, True)
@@ -150,16 +150,19 @@ def assert_identical(actual: Any, expected: Any) -> None:
 
 
 def assert_elements_close(actual: Tensor, expected: Tensor) -> None:
-    """Compare within some roundings of the dtype of `actual`. Kernels compute elements in float32 or float64."""
+    """Compare within one rounding to the dtype of `actual`, and several roundings of terms that may cancel, which the
+    kernels compute in float32 or float64."""
     assert not actual.isnan().any(), "an element was left unwritten"
     eps = torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual.double(), expected, rtol=eps, atol=32 * min(eps, torch.finfo(torch.float32).eps))
+    eps_of_terms = min(eps, torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(actual.double(), expected, rtol=eps, atol=32 * eps_of_terms)
 
 
 def assert_sums_close(kernels: BackEnd, dtype: torch.dtype, actual: Tensor, terms: tuple[Tensor, Tensor]) -> None:
     """Compare the two sums of a payload with the sums of two float64 tensors, `terms`.
 
-    The error may be 1e-14 of the sum of the magnitudes, or 2^-22 if kernels add the first few values in float32.
+    Relative to the sum of the magnitudes, the error may be 1e-14, many roundings of float64. If kernels add the first
+    few values in float32, the error may be 2^-22, four roundings of float32.
     """
     assert actual.dtype == torch.float64
     uses_float32 = dtype.itemsize == 2 or (dtype == torch.float32 and is_triton(kernels))

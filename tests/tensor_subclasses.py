@@ -9,7 +9,8 @@ from torch import Tensor, nn
 class Image(Tensor):
     """A subclass with torch's default `__torch_function__`, which keeps the class."""
 
-    def new_empty(self, *size: Any, **options: Any) -> Self:  # copy.deepcopy disables __torch_function__
+    def new_empty(self, *size: Any, **options: Any) -> Self:
+        """Keep the class in copy.deepcopy, which disables `__torch_function__` and calls this method."""
         return super().new_empty(*size, **options).as_subclass(type(self))
 
 
@@ -22,23 +23,9 @@ class MetaImage(Image):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = super().__torch_function__(function, types, args, kwargs or {})
         if isinstance(output, MetaImage):
-            output.metadata = cls.metadata_of((*args, *(kwargs or {}).values()))
+            tagged = [value for value in (*args, *(kwargs or {}).values()) if getattr(value, "metadata", None)]
+            output.metadata = tagged[0].metadata if tagged else None
         return output
-
-    @classmethod
-    def metadata_of(cls, arguments: tuple[Any, ...]) -> str | None:
-        for argument in arguments:
-            if getattr(argument, "metadata", None):
-                return argument.metadata
-        return None
-
-
-class TensorImage(MetaImage):
-    """Like fastai's TensorImage: a result has the metadata of the first argument only."""
-
-    @classmethod
-    def metadata_of(cls, arguments: tuple[Any, ...]) -> str | None:
-        return getattr(arguments[0], "metadata", None)
 
 
 def as_class(tensor: Tensor, subclass: type[Tensor], metadata: str | None = None) -> Tensor:

@@ -43,7 +43,7 @@ def test_the_layers_of_a_resnet_are_as_exact_as_promised(
         assert relative_error(getattr(layer, name).grad, getattr(expected, f"grad_{name}")) < 1e-5
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile warns.
 def test_a_compiled_step_equals_an_eager_step() -> None:
     """Inductor makes the contiguous model channels last."""
     x = torch.randn(4, 8, 16, 16, device="cuda", requires_grad=True)
@@ -54,7 +54,8 @@ def test_a_compiled_step_equals_an_eager_step() -> None:
 
 @pytest.fixture(params=["no collective", "nccl"])
 def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
-    """Return a layer of a single rank. With nccl, the layer issues its all_reduces, which syncbn would skip."""
+    """Return a layer of a single rank. With nccl the layer issues all_reduces, which syncbn skips in other groups of
+    one rank."""
     if request.param == "nccl":
         store = dist.HashStore()
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
@@ -75,7 +76,7 @@ def test_a_step_equals_torchs_and_does_not_wait_for_the_gpu(layer: nn.Module) ->
             x.sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    input_gradient(torch_layer, x)
+    input_gradient(torch_layer, x)  # The other layer has trained two steps, too.
     torch.testing.assert_close(gradient, input_gradient(torch_layer, x))
     torch.testing.assert_close(layer.state_dict(), torch_layer.state_dict())
 

@@ -58,16 +58,16 @@ def step(channels: int, size: int, channels_last: bool, batch: int = 8) -> None:
 
 
 @pytest.mark.parametrize(("channels_last", "num_compiled"), [(True, 6), (False, 10)])
-@pytest.mark.parametrize(("num_ranks", "num_launches"), [(1, [6]), (2, [7, 8])])  # 7 if each sum has a single part
+@pytest.mark.parametrize(("num_ranks", "num_launches"), [(1, [6]), (2, [7, 8])])  # An eighth adds partial sums.
 def test_a_resnet_compiles_and_launches_as_few_kernels_as_documented(
     launched: list[str], request: pytest.FixtureRequest, num_ranks: int, num_launches: list[int], channels_last: bool,
     num_compiled: int,
 ) -> None:  # fmt: skip
-    """Kernels are compiled for dtypes and layouts, not for each size. An all_reduce needs another kernel."""
+    """Kernels are compiled for dtypes and layouts, not for each size."""
     if num_ranks > 1:
         request.getfixturevalue("fake_group")
-        num_compiled += 2
-    for batch, (channels, size) in enumerate(RESNET, start=4):
+        num_compiled += 2  # Two kernels before the all_reduces add partial sums.
+    for batch, (channels, size) in enumerate(RESNET, start=4):  # Each layer gets another batch size, too.
         launched.clear()
         step(channels, size, channels_last, batch)
         assert len(launched) in num_launches, launched
@@ -140,8 +140,8 @@ def compile_step(
         return [*launches]
 
 
-def of_whole_tensors(launches: list[Launch]) -> list[Launch]:
-    """Return the launches that process all values, not per-channel values."""
+def tile_launches(launches: list[Launch]) -> list[Launch]:
+    """Return the launches that process whole tensors, not per-channel values."""
     return [launch for launch in launches if "TILES" in launch.arguments]
 
 
@@ -164,11 +164,11 @@ def test_kernels_add_in_a_fixed_order_and_divide_no_element(
     """A fixed order of additions gives the same bits in each run."""
     x = torch.empty(sizes, dtype=dtype, device="meta")
     launches = compile_step(capability, x, parameter_dtype, has_residual)
-    assert len(launches) <= 4 + 4
+    assert len(launches) <= 8  # four of the forward, four of the backward
     for launch in launches:
         assert not re.search(r"\b(atom|red)\.", launch.assembly()), "atomic additions have no fixed order"
-    for launch in of_whole_tensors(launches):
-        if not has_residual:  # The table above has no mask that is computed from x.
+    for launch in tile_launches(launches):
+        if not has_residual:  # The test above does not compile kernels that compute the mask of a relu from x.
             assert read(launch).spills == 0
         if launch.metadata.name != "partial_sums":
             assert dtype == torch.float64 or ".f64" not in launch.assembly()
@@ -185,10 +185,10 @@ def test_running_statistics_are_computed_without_fused_multiply_add() -> None:
 
 @pytest.mark.parametrize("sizes", [(2**31 - 1, 1, 1), (1, 1, 2**31 + 5), (2**17, 2**10, 2**6)], ids=str)
 def test_offsets_of_large_tensors_have_64_bits(sizes: tuple[int, ...]) -> None:
-    launches = of_whole_tensors(compile_step(90, torch.empty(sizes, device="meta")))
+    launches = tile_launches(compile_step(90, torch.empty(sizes, device="meta")))
     assert len(launches) == 4
     for launch in launches:
-        assert re.search(r"(mad\.lo|mul\.lo|mul\.wide)\S*64", launch.assembly())
+        assert re.search(r"(mad\.lo|mul\.lo|mul\.wide)\S*64", launch.assembly()), "no product has 64 bits"
 
 
 @pytest.mark.parametrize("divisor", [2, 3, 5, 7, 49, 98, 784, 12544, 2**20, 2**30 + 1])
@@ -197,4 +197,4 @@ def test_a_multiplication_and_a_shift_divide_exactly(divisor: int) -> None:
     multiplier, bit_shift = gpu._magic_division(divisor)
     assert -(2**31) <= multiplier < 2**31
     for n in (0, 1, divisor - 1, divisor, divisor + 1, 2**31 - 1, (2**31 - 1) // divisor * divisor - 1):
-        assert (n * (multiplier % 2**32) >> 32) >> bit_shift == n // divisor
+        assert (n * (multiplier % 2**32) >> 32) >> bit_shift == n // divisor  # The kernel reads the int32 as unsigned.

@@ -1,6 +1,6 @@
 """Tests that every back end computes the formulas of docs/how_it_works.md, for all dtypes and for awkward sizes.
 
-A test calls the kernels as a rank does. It issues no all_reduce, but adds the payload of another rank itself.
+A test calls the kernels as a rank does. Instead of an all_reduce, the test itself adds the payload of another rank.
 test_triton.py tests status words.
 """
 
@@ -16,16 +16,16 @@ from jobs import run
 from kernel_calls import DTYPES, EPS, Sizes, is_interpreted, only_cpu, run_backward, run_both, run_forward
 from oracle import HARD_INPUTS, full_batch, hard_case, relative_error
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from syncbn import payload
-from syncbn.kernels import cpu, interface, reference
+from syncbn.kernels import cpu, interface
 from syncbn.kernels.interface import BackEnd, ReluMask
 from syncbn.statistics import from_sums, unpack, update_buffers
 
-# Sizes are (outer, channels, inner). cpu.cpp processes runs of contiguous values of a channel if inner is at least 32,
-# and otherwise rows, of which short ones are combined. gpu_tiles.py processes spans of 32 or 64 channels if inner is 1,
-# and otherwise a channel in each program. Large tensors are divided into parts, whose partial sums are added.
+# Sizes are (outer, channels, inner). A run is `inner` contiguous values of a channel, a row the runs of all channels.
+# cpu.cpp processes runs if inner is at least 32, and otherwise rows, several at once if they are short. gpu_tiles.py
+# processes spans of 32 or 64 channels if inner is 1, and otherwise a channel in each program. Large tensors are divided
+# into parts, whose partial sums are added.
 SIZES = [
     (5, 2, 49),  # 49 is not a multiple of any vector length.
     (70, 2, 37),  # Triton: two parts, and loads of a single value
@@ -65,7 +65,8 @@ def test_forward_and_backward_compute_the_formulas(
     relu, has_residual, needs_residual = "relu" in flags, "residual" in flags, "grad_residual" in flags
     outer, channels, inner = sizes
     dy, x, residual = kernel_calls.draw(3, sizes, dtype)
-    weight, bias, sum_dy, sum_dy_xmu = kernel_calls.draw_per_channel(4, channels)  # The sums are those of all ranks.
+    # sum_dy and sum_dy_xmu stand for sums over all ranks, which may be any numbers.
+    weight, bias, sum_dy, sum_dy_xmu = kernel_calls.draw_per_channel(4, channels)
     weight, bias = weight.float(), bias.bfloat16()
     wide_x, other_x = x.double(), torch.randn(5, channels, dtype=torch.float64)
     n = outer * inner + 5
@@ -107,17 +108,17 @@ def test_forward_and_backward_compute_the_formulas(
         assert torch.equal(backward.grad_residual.double(), wide_dy)
 
 
-# With float16 and weights of 1e-7, outputs near 0 are rounded to 0.
+# With weights of 1e-7, some outputs that are not 0 become 0 in float16.
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float16, 1e-7), *((dtype, 1.0) for dtype in DTYPES)], ids=str)
 @pytest.mark.parametrize("sizes", [(5, 2, 49), (9, 20, 1)], ids=str)
 def test_a_relu_is_masked_like_torchs_relu_from_x_and_from_y(
     kernels: BackEnd, sizes: Sizes, dtype: torch.dtype, scale: float
 ) -> None:
-    """dy passes where y is NaN. Where y is 0, not even a NaN in dy passes. The mask has the same bits from x and from
-    y, so that compiled graphs may use either."""
+    """Where y is NaN, the gradient is dy. Where y is 0, the gradient is 0, even if dy is NaN. Masks from x and from y
+    are equal, so compiled graphs may use either."""
     dy, x = kernel_calls.draw(2, sizes, dtype)
     parameters = torch.stack(kernel_calls.draw_per_channel(2, sizes[1]))
-    x, parameters = ((4 * tensor).round() / 4 for tensor in (x, parameters))  # so that some outputs are exactly 0
+    x, parameters = ((4 * tensor).round() / 4 for tensor in (x, parameters))  # Some outputs are then exactly 0.
     x[0, 0, 0] = math.nan
     weight, bias = (scale * parameters).float()
     options = {"eps": 0.0, "weight": weight, "bias": bias, "relu": True}
@@ -127,6 +128,7 @@ def test_a_relu_is_masked_like_torchs_relu_from_x_and_from_y(
     from_x = run_backward(kernels, dy, x, forward.statistics, weight=weight, relu=True, needs_residual=True)
     assert torch.equal(from_x.grad_residual, dy.nan_to_num(0))
     assert from_x.grad_bias.isfinite().all()
+    # The last statistics are scale and shift, which only a mask from x needs.
     statistics = forward.statistics[: interface.num_statistics(sizes[1], ReluMask.FROM_Y)].clone()
     from_y = run_backward(kernels, dy, x, statistics, weight=weight, relu=True, y=forward.y, needs_residual=True)
     kernel_calls.assert_identical(from_x, from_y)
@@ -151,7 +153,7 @@ def test_every_16_bit_value_is_read_and_rounded_like_in_torch(kernels: BackEnd, 
 def test_sums_of_16_bit_squares_are_exact(kernels: BackEnd, dtype: torch.dtype, large: int, sizes: Sizes) -> None:
     """With a mean of many standard deviations, the variance is a small difference of large squares."""
     torch.manual_seed(0)
-    x = torch.randint(large, large + 2, sizes).to(dtype)
+    x = torch.randint(large, large + 2, sizes).to(dtype)  # The integers use all significant bits of the dtype.
     local = run_forward(kernels, x).payload
     if not kernel_calls.is_triton(kernels):  # Triton's kernels sum differences from a value near the mean, in float32.
         assert torch.equal(payload.sums(local)[sizes[1] :], x.double().square().sum((0, 2)))
@@ -200,8 +202,8 @@ def test_values_with_offsets_beyond_int32_are_right(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(3, 2, 67), (35, 13, 1)], ids=str)
 def test_tensors_may_begin_at_any_address(kernels: BackEnd, dtype: torch.dtype, sizes: Sizes) -> None:
-    """A tensor that is mapped from a file may begin one byte after a multiple of the element size. (Unaligned loads are
-    undefined in C++, although the processor executes them; scripts/sanitize.sh finds those.)"""
+    """A tensor that is mapped from a file may begin one byte after a multiple of the element size. C++ does not define
+    unaligned loads: scripts/sanitize.sh also finds loads that happen to work."""
 
     def shifted(tensor: Tensor) -> Tensor:
         buffer = bytearray(1 + tensor.nbytes)
@@ -232,7 +234,7 @@ def test_results_are_equal_in_each_run_and_for_each_number_of_threads(kernels: B
 @only_cpu
 @pytest.mark.parametrize("sizes", [(3, 5, 300_000), (70_001, 64, 1), (70_001, 68, 1), (2103, 2064, 1)], ids=str)
 def test_outputs_that_bypass_the_caches_have_the_same_bits(kernels: BackEnd, sizes: Sizes) -> None:
-    """Outputs of 16 MB or more bypass the caches, so they are compared with the outputs of some of their samples."""
+    """Outputs of 16 MB or more bypass the caches. Outputs of slices of less than 16 MB must be equal."""
     # Without their first element the tensors are not aligned to vectors.
     x, residual, dy = (torch.randn(1 + math.prod(sizes))[1:].view(sizes) for _ in range(3))
     weight = torch.randn(sizes[1])
@@ -252,18 +254,6 @@ def test_outputs_that_bypass_the_caches_have_the_same_bits(kernels: BackEnd, siz
 def test_kernels_for_older_instruction_sets_pass_this_file(capability: str) -> None:
     """Otherwise a newer processor would never run these kernels."""
     run(sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "cpu", ATEN_CPU_CAPABILITY=capability)
-
-
-# The chunks are several samples, a part of a sample, and several rows.
-@pytest.mark.parametrize("shape", [(40, 8, 8, 8), (1, 8, 64, 40), (2560, 8)], ids=str)
-def test_the_reference_makes_no_float64_copy_of_a_whole_tensor(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 1024)
-    x = torch.zeros(shape)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as memory_profile, torch.no_grad():
-        run_both(reference, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
-    assert max(event.self_cpu_memory_usage for event in memory_profile.events()) == x.nbytes
 
 
 # Statistics and signatures
@@ -306,7 +296,7 @@ def test_running_statistics_have_the_bits_of_the_reference(
 def test_kernels_sign_payloads_like_payload_sign(kernels: BackEnd, sizes: Sizes) -> None:
     """A forward signs with the count of the call, a backward with the id of the call."""
     dy, x = kernel_calls.draw(2, sizes, torch.float32)
-    signature, count = 2**26 - 3, 2**40 + 1  # The signature is almost the largest. The count has more than 32 bits.
+    signature, count = 2**26 - 1, 2**40 + 1  # the largest signature, and a count of more than 32 bits
     forward_sums = kernels.Forward(kernel_calls.forward_config(x)).forward_sums
     assert torch.equal(forward_sums(x, signature, count), payload.sign(forward_sums(x), signature, count))
     # cpu.py gets a signature that already contains the id.

@@ -58,8 +58,8 @@ def test_the_tour() -> None:
     assert type(model[1]) is nn.BatchNorm2d
     assert torch.equal(model(x), expected)
 
-    # 6. Two ranks, each with half of the batch, train a model like one process with the whole batch. The function below
-    # starts the ranks, and compares in float64 to 1e-9. The ranks of a training job are started by torchrun.
+    # 6. Two ranks, each with half of the batch, train a model like one process with the whole batch. `syncbn.testing`
+    # starts the ranks, and compares the results in float64 to 1e-9. In a training job torchrun starts the ranks.
     assert_matches_full_batch(trained_as_one.model, trained_as_one.batch(8), F.cross_entropy, world_size=2)
     # With nn.BatchNorm, each rank normalises its half alone, so the results differ.
     with pytest.raises(AssertionError, match="differ from those of one process"):
