@@ -97,10 +97,19 @@ def test_subclasses_keep_their_behaviour(original: nn.Module) -> None:
 # Errors.
 
 
+class RefusesNewClass(nn.BatchNorm2d):
+    """Raises AttributeError if a conversion changes its class."""
+
+    @property
+    def __class__(self) -> type:
+        return RefusesNewClass
+
+
 @pytest.mark.parametrize(
     ("layer", "error", "message"),
     [
         (nn.LazyBatchNorm2d(), ValueError, "'2' is lazy and counts channels in dim 1"),
+        (RefusesNewClass(3), AttributeError, "has no setter"),
         (SubclassOfSyncBatchNorm(3), UserWarning, "did not convert"),  # pytest turns the warning into an error.
     ],
 )

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from equal_to_torch import strided_copy
 from torch import Tensor, nn
 
 import syncbn
@@ -72,6 +73,18 @@ def test_outputs_have_the_strides_of_torch_and_dense_inputs_are_not_copied(
         if hasattr(y.grad_fn, "saved_tensors"):  # torch's own nodes, as in evaluation, do not have this attribute.
             is_x_itself = y.grad_fn.saved_tensors[0].data_ptr() == x.data_ptr()
             assert is_x_itself == (name in NEEDS_NO_COPY)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_evaluation_reads_a_per_channel_tensor_that_is_not_dense(name: str) -> None:
+    """For an input in channels_last, the backward of torch 2.13 on CPUs reads the tensor as if it were contiguous."""
+    layer, x = syncbn.SyncBatchNorm(6).eval(), CHANNELS_LAST.clone().requires_grad_()
+    results = []
+    for tensor in (torch.arange(1.0, 7.0), strided_copy(torch.arange(1.0, 7.0))):
+        setattr(layer, name, nn.Parameter(tensor) if name in ("weight", "bias") else tensor)
+        y = layer(x)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), (x, layer.weight, layer.bias))])
+    torch.testing.assert_close(*results)
 
 
 def test_the_backward_of_an_evaluation_after_a_later_training_call_is_an_error() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mixtures import HookedStore
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  # importing it registers "fake"
 
-from syncbn.ranks import positions, report
+from syncbn.ranks import positions, report, watchdog
 from syncbn.ranks.positions import Position, ThisRank, this_host
 
 
@@ -177,3 +177,13 @@ def test_a_report_waits_a_bounded_time_for_a_slow_store(reader: ThisRank, monkey
     assert reader.wait_for_report(seconds=60)  # The thread of the first report has ended.
     reader.store = store
     assert "ranks 0, 2: has left" in report.report_positions(reader, None)
+
+
+@pytest.mark.parametrize("reader", [dist.FileStore], indirect=True)
+def test_a_file_gets_a_position_that_is_the_same_in_two_polls(reader: ThisRank) -> None:
+    """A file grows with each write, so a position in each second would make the file of a week's job too large."""
+    reader.departure = "has left"
+    position = watchdog._poll(reader, reader.written_position)
+    assert reader.written_position != position == reader.position()
+    watchdog._poll(reader, position)
+    assert reader.written_position == position

@@ -3,6 +3,7 @@
 On GPUs a later call raises: test_status.py. Several layers with one name: test_order_of_layers.py.
 """
 
+import copy
 import time
 from collections.abc import Callable
 
@@ -70,6 +71,17 @@ def test_a_setting_that_differs_on_one_rank_raises(ranks: Ranks, name: str, chan
             setattr(layer, name, changed)
         with pytest.raises(RanksDifferError, match=message):
             layer(x)
+
+
+def test_a_shallow_copy_is_another_layer(ranks: Ranks) -> None:
+    """copy.copy copies all attributes of a layer, also those by which syncbn identifies the layer."""
+    first = syncbn.SyncBatchNorm(3)
+    first(X)
+    second = copy.copy(first)
+    vars(second).update(vars(first))  # nn.DataParallel copies a module in this way.
+    second(X)
+    with pytest.raises(RanksDifferError, match=r"rank 0: in SyncBatchNorm .*; number \d+ of SyncBatchNorm\(3\)\n"):
+        (second if ranks.rank else first)(X)
 
 
 @pytest.mark.parametrize("unchecked_ranks", ["all ranks", "rank 0"])
