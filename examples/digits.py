@@ -27,24 +27,26 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from launch import load, new_parser, positive, progress, rank, run_on_ranks, save, world_size
+from launch import new_parser, progress, run_on_ranks
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from train import load, save
 from trainer import last_losses, report, three_ways
 
 NUM_TEST = 297  # images for the test; the other 1,500 are for training
 
 parser = new_parser(__doc__, "digits")
 add = parser.add_argument
-add("--epochs", type=positive, default=3, help="passes over the 1,500 training images")
-add("--steps", type=positive, help="steps per epoch; None: as many as the images fill")
-add("--images-per-rank", type=positive, default=2, help="images per rank and step")
+add("--epochs", type=int, default=3, help="passes over the 1,500 training images")
+add("--steps", type=int, help="steps per epoch; None: use all images")
+add("--images-per-rank", type=int, default=2, help="images per rank and step")
 add("--learning-rate", type=float, default=0.005, help="of SGD with momentum 0.9")
-add("--width", type=positive, default=16, help="channels of the first stage")
+add("--width", type=int, default=16, help="channels of the first stage")
 add("--seed", type=int, default=0, help="of weights and batches")
 add("--checkpoint", type=Path, help="file to resume from, and to write")
-add("--checkpoint-every", type=positive, default=25, help="steps between checkpoints")
+add("--checkpoint-every", type=int, default=25, help="steps between checkpoints")
 
 
 class ResidualBlock(nn.Module):
@@ -64,14 +66,15 @@ class ResidualBlock(nn.Module):
 
 
 def build_model(width: int, strides: tuple[int, int] = (1, 2)) -> nn.Module:
-    """Map images (N, 1, 8, 8) to logits (N, 10). Where a block has the stride 2, the channels double."""
-    inner, outer = strides[0] * width, strides[0] * strides[1] * width
+    """Map images (N, 1, 8, 8) to logits (N, 10). A block with stride 2 also doubles the number of channels."""
+    inner = width * strides[0]
+    outer = inner * strides[1]
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1, bias=False),  # (N, width, 8, 8)
         nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
-        ResidualBlock(width, inner, strides[0]),  # (N, inner, 8, 8)
-        ResidualBlock(inner, outer, strides[1]),  # (N, outer, 4, 4)
+        ResidualBlock(width, inner, strides[0]),  # (N, inner, 8, 8), or (N, inner, 4, 4) with stride 2
+        ResidualBlock(inner, outer, strides[1]),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(outer, 10),
@@ -95,13 +98,11 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(arguments.seed)
-    images, labels = load_images(torch.float64, device)  # Training amplifies rounding, too much in float32.
+    images, labels = load_images(torch.float64, device)  # In float32 rounding would change the loss curves visibly.
     test, images, labels = (images[:NUM_TEST], labels[:NUM_TEST]), images[NUM_TEST:], labels[NUM_TEST:]
     sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
     trainers = three_ways(build_model(arguments.width).to(device, torch.float64), sgd)
-    for trainer in trainers:
-        trainer.tests["accuracies"] = []
-    batch, epoch = arguments.images_per_rank * world_size(), 0
+    batch, epoch = arguments.images_per_rank * dist.get_world_size(), 0
     if batch > len(images):
         sys.exit(f"the batch of all ranks has {batch} images, but there are only {len(images)}")
     generator = torch.Generator().manual_seed(arguments.seed)
@@ -129,13 +130,13 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             if len(remaining) == 0:
                 epoch += 1
                 for trainer in trainers:  # trainer.module has no DDP, so its evaluation does not communicate.
-                    trainer.tests["accuracies"].append(accuracy(trainer.module, *test))
+                    trainer.tests.setdefault("accuracies", []).append(accuracy(trainer.module, *test))
             if path is not None and (step % arguments.checkpoint_every == 0 or epoch == arguments.epochs):
                 state = {"batch": batch, "epoch": epoch, "remaining": remaining}
                 state["generator"] = generator.get_state()  # Nothing else is random: the model has no dropout.
                 state["trainers"] = {trainer.name: trainer.state_dict() for trainer in trainers}
                 save(path, state)
-    if rank() == 0:
+    if dist.get_rank() == 0:
         accuracies = [trainer.tests["accuracies"][-1] for trainer in trainers]
         report(trainers, "test accuracy", accuracies, f"{batch} images", arguments)
 

@@ -3,7 +3,7 @@
 --data is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (or .jpeg, .png), of any classes. Batch norm normalises
 the whole batch of all ranks.
 
-    python examples/imagenet.py --data imagenet --images-per-rank 256        one process with the batch of 8 GPUs
+    python examples/imagenet.py --data imagenet --images-per-rank 256        one GPU with the batch of the next command
     torchrun --standalone --nproc-per-node 8 examples/imagenet.py --data imagenet --amp --channels-last --compile
     torchrun --standalone --nproc-per-node 2 examples/imagenet.py --data few-images --image-size 32 --width 8 \\
         --blocks 1 1 1 1 --images-per-rank 16 --epochs 12 --warm-up 1 --learning-rate 2 --momentum 0.8 \\
@@ -24,12 +24,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from launch import load, new_parser, parallel, positive, progress, rank, run_on_ranks, save, sum_over_ranks, world_size
+from launch import new_parser, progress, run_on_ranks
 from PIL import Image
 from results import write
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from train import load, parallel, save
 
 import syncbn
 
@@ -37,23 +39,22 @@ SUFFIXES = ".jpg", ".jpeg", ".png"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's red, green and blue in [0, 1]
 CENTER = 224 / 256  # side of the crop for validation, as a share of the shorter side of the image
 STEPS_PER_LOSS = 50  # The progress shows a new loss after 50 steps, because reading a loss waits for the GPU.
-Box = tuple[float, float, float, float]  # left, top, right, bottom
 Batch = tuple[Tensor, Tensor]  # images, labels
 
 parser = new_parser(__doc__, "imagenet")
 add = parser.add_argument
 add("--data", type=Path, required=True, help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg")
-add("--epochs", type=positive, default=90, help="passes over the training images")
+add("--epochs", type=int, default=90, help="passes over the training images")
 add("--warm-up", type=float, default=5, help="epochs in which the learning rate rises")
-add("--images-per-rank", type=positive, default=32, help="images per rank and step")
+add("--images-per-rank", type=int, default=32, help="images per rank and step")
 add("--learning-rate", type=float, default=0.1, help="per 256 images of the whole batch")
 add("--momentum", type=float, default=0.9, help="of SGD")
 add("--weight-decay", type=float, default=1e-4, help="of weights with more than one dim")
 add("--label-smoothing", type=float, default=0.1, help="share spread over all classes")
-add("--image-size", type=positive, default=224, help="pixels a side")
+add("--image-size", type=int, default=224, help="pixels a side")
 add("--smallest-crop", type=float, default=0.08, help="share of a training image's area")
-add("--blocks", type=positive, nargs=4, default=[3, 4, 6, 3], help="per stage; 3 4 23 3 is ResNet-101")
-add("--width", type=positive, default=64, help="channels of the first convolution")
+add("--blocks", type=int, nargs=4, default=[3, 4, 6, 3], help="per stage; 3 4 23 3 is ResNet-101")
+add("--width", type=int, default=64, help="channels of the first convolution")
 add("--amp", action="store_true", help="autocast to bfloat16")
 add("--channels-last", action="store_true", help="memory format of images and weights")
 add("--compile", action="store_true", help="torch.compile the model")
@@ -108,29 +109,21 @@ class ResNet(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
-def central_crop(width: int, height: int) -> Box:
-    side = CENTER * min(width, height)
-    return (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2
-
-
-def random_crop(width: int, height: int, smallest: float, generator: random.Random) -> Box:
-    """Return a box that has at least the share `smallest` of the area, and a ratio of its sides from 3 / 4 to 4 / 3. If
-    none of ten random boxes fits into the image, return the central crop."""
-    for _ in range(10):
-        area = width * height * generator.uniform(smallest, 1)
-        ratio = math.exp(generator.uniform(math.log(3 / 4), math.log(4 / 3)))
-        box_width, box_height = math.sqrt(area * ratio), math.sqrt(area / ratio)
-        if box_width <= width and box_height <= height:
-            left, top = generator.uniform(0, width - box_width), generator.uniform(0, height - box_height)
-            return left, top, min(left + box_width, width), min(top + box_height, height)
-    return central_crop(width, height)
+def random_crop(width: int, height: int, smallest: float, generator: random.Random) -> tuple[float, ...]:
+    """Return left, top, right and bottom of a random box. A share of the area from `smallest` to 1 and a ratio of the
+    sides from 3 / 4 to 4 / 3 are drawn. If a side of the box is longer than the image, the side is cut."""
+    area = width * height * generator.uniform(smallest, 1)
+    ratio = math.exp(generator.uniform(math.log(3 / 4), math.log(4 / 3)))
+    box_width, box_height = min(math.sqrt(area * ratio), width), min(math.sqrt(area / ratio), height)
+    left, top = generator.uniform(0, width - box_width), generator.uniform(0, height - box_height)
+    return left, top, min(left + box_width, width), min(top + box_height, height)  # min, because of rounding
 
 
 class Images(Dataset[Batch]):
     """The images of a folder that has a folder for each class, resized to one size.
 
-    Training images are random crops with at least the share `smallest` of the area. With `smallest` None images are
-    central crops. Crops depend only on seed, epoch and index, so any number of ranks and workers makes the same crops.
+    For training, `smallest` is the smallest share of the area that `random_crop` draws. For validation, `smallest` is
+    None, and crops are central. Crops depend only on seed, epoch and index, not on the numbers of ranks and workers.
     """
 
     def __init__(self, folder: Path, image_size: int, seed: int = 0, smallest: float | None = None) -> None:
@@ -152,7 +145,8 @@ class Images(Dataset[Batch]):
             raise RuntimeError(f"cannot read the image {path}; replace or remove it ({error})") from error
         generator, is_flipped = random.Random(f"{self.seed} {self.epoch} {index}"), False
         if self.smallest is None:
-            box = central_crop(*image.size)
+            side, (width, height) = CENTER * min(image.size), image.size
+            box = (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2
         else:
             box = random_crop(*image.size, self.smallest, generator)
             is_flipped = generator.random() < 0.5
@@ -170,11 +164,11 @@ def make_loaders(arguments: argparse.Namespace, device: torch.device) -> tuple[D
     if training.classes != validation.classes:
         names = ", ".join(sorted({*training.classes} ^ {*validation.classes})[:5])
         sys.exit(f"train and val in {data} must have the same classes; only one of them has {names}")
-    if len(training) < arguments.images_per_rank * world_size():
+    if len(training) < arguments.images_per_rank * dist.get_world_size():
         sys.exit(f"{data} has {len(training)} training images; lower --images-per-rank, or add some")
-    sampler = DistributedSampler(training, world_size(), rank(), seed=arguments.seed, drop_last=True)
+    sampler = DistributedSampler(training, seed=arguments.seed, drop_last=True)
     # Every validation image is on one rank. (A DistributedSampler would repeat images on ranks that have fewer.)
-    local_validation = Subset(validation, range(rank(), len(validation), world_size()))
+    local_validation = Subset(validation, range(dist.get_rank(), len(validation), dist.get_world_size()))
     options = {"batch_size": arguments.images_per_rank, "num_workers": arguments.workers}
     options["pin_memory"] = device.type == "cuda"
     return DataLoader(training, sampler=sampler, drop_last=True, **options), DataLoader(local_validation, **options)
@@ -207,12 +201,13 @@ def evaluate(model: nn.Module, batches: Iterator[Batch], autocast: torch.autocas
             logits = model(images)
         is_correct = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)  # (N, 5)
         num_correct += torch.stack((is_correct[:, 0].sum(), is_correct.sum()))
-    return sum_over_ranks(num_correct)
+    dist.all_reduce(num_correct)
+    return num_correct
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     loader, validation_loader = make_loaders(arguments, device)
-    batch, num_classes = arguments.images_per_rank * world_size(), len(loader.dataset.classes)
+    batch, num_classes = arguments.images_per_rank * dist.get_world_size(), len(loader.dataset.classes)
     torch.manual_seed(arguments.seed)
     torch.backends.cudnn.benchmark = True  # All training batches have one size.
     model = syncbn.convert_syncbn_model(ResNet(num_classes, arguments.blocks, arguments.width)).to(device)
@@ -230,15 +225,15 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     state = load(arguments.checkpoint) if arguments.checkpoint is not None else None
     if state is not None:
         model.load_state_dict(state["model"])
-        groups = optimizer.state_dict()["param_groups"]  # momentum and weight decay of this command line
-        optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
+        options = optimizer.state_dict()["param_groups"]  # The options of this command line replace the saved options.
+        optimizer.load_state_dict({**state["optimizer"], "param_groups": options})
         epochs = state["epochs"]
 
     num_epochs, num_steps = arguments.epochs, len(loader)
     with progress(len(epochs) * num_steps, num_epochs * num_steps) as advance:
         for epoch in range(len(epochs), num_epochs):
             start, loss_text = time.monotonic(), ""
-            loader.dataset.epoch = epoch  # Every epoch starts new workers, which get a copy of the data set.
+            loader.dataset.epoch = epoch  # The workers of this epoch, which do not exist yet, copy the data set.
             loader.sampler.set_epoch(epoch)
             ddp.train()
             losses = torch.zeros(1, dtype=torch.float64, device=device)
@@ -256,21 +251,23 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
                 if step % STEPS_PER_LOSS == 0:
                     loss_text = f"loss {loss.item():.3f}"
                 advance(f"epoch {epoch + 1}/{num_epochs}  {loss_text}")
-            mean_loss = sum_over_ranks(losses).item() / (num_steps * world_size())
+            dist.all_reduce(losses)
+            mean_loss = losses.item() / (num_steps * dist.get_world_size())
             speed = num_steps * batch / (time.monotonic() - start)
             if not math.isfinite(mean_loss):
                 sys.exit(f"the loss of epoch {epoch + 1} is {mean_loss}; lower --learning-rate")
             batches = normalised_batches(validation_loader, device, arguments.channels_last)
             num_correct = evaluate(compiled, batches, autocast, device)
-            top_1, top_5 = (num_correct / len(validation_loader.dataset.dataset)).tolist()  # not of the Subset
+            # validation_loader.dataset is the Subset of this rank.
+            top_1, top_5 = (num_correct / len(validation_loader.dataset.dataset)).tolist()
             epochs.append({"loss": mean_loss, "top-1": top_1, "top-5": top_5, "images per second": speed})
-            if rank() == 0:
+            if dist.get_rank() == 0:
                 accuracies = f"top-1 {top_1:.2%}, top-5 {top_5:.2%}"
                 print(f"epoch {epoch + 1}/{num_epochs}: loss {mean_loss:.4f}, {accuracies}, {speed:.0f} images/s")
             if arguments.checkpoint is not None:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs": epochs}
                 save(arguments.checkpoint, state)
-    if rank() == 0:
+    if dist.get_rank() == 0:
         write(arguments, {"epochs": epochs})
 
 

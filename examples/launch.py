@@ -1,23 +1,20 @@
-"""What every job needs: options, the ranks that torchrun has started, checkpoints, and progress on rank 0."""
+"""What every job needs: options, a process group, slices of a batch, and progress on rank 0."""
 
 import argparse
-import contextlib
 import gc
-import inspect
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-SECONDS_BETWEEN_LINES = 10  # between lines of progress, without a terminal
+SECONDS_BETWEEN_LINES = 10  # If the output is not a terminal, progress is a line every 10 seconds.
 
 
 class ManualFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -31,18 +28,11 @@ def new_parser(manual: str, name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def positive(text: str) -> int:
-    """Convert the text of an option to a whole number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return number
-
-
 def run_on_ranks(job: Callable[[argparse.Namespace, torch.device], None], parser: argparse.ArgumentParser) -> None:
-    """Call `job` with the options and the device of this rank. Under torchrun, create the process group first.
+    """Create the process group and call `job` with the options and the device of this rank.
 
-    If the host has a GPU for each of its ranks, each rank gets a GPU. Otherwise all ranks use the CPU.
+    If the host has a GPU for each of its ranks, each rank gets a GPU. Otherwise all ranks use the CPU. A process that
+    torchrun has not started is the only rank.
     """
     arguments = parser.parse_args()
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
@@ -51,87 +41,39 @@ def run_on_ranks(job: Callable[[argparse.Namespace, torch.device], None], parser
     else:
         device, backend = torch.device("cpu"), "gloo"
         torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
+    only_rank = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **only_rank)
     try:
         job(arguments, device)
     finally:
         gc.collect()  # The models must be freed before the process group. FSDP2 models are in reference cycles.
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+        dist.destroy_process_group()
 
 
 def local_slice(batch: Tensor) -> Tensor:
     """Return the slice of this rank of a whole batch."""
-    return batch.tensor_split(world_size())[rank()]
+    return batch.tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Add up a tensor over all ranks, in place, and return the tensor."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def parallel(model: nn.Module) -> nn.Module:
-    """Wrap the model in DistributedDataParallel without its broadcast of buffers, if there is a process group.
-
-    Layers of syncbn compute equal running statistics on all ranks. Without the broadcast, ranks wait for a stalled rank
-    in a layer of syncbn, which reports the positions of all ranks. Layers of nn.BatchNorm keep the running statistics
-    of their rank. Before torch 2.13 DDP then does not send the initial buffers either, so load a checkpoint on every
-    rank, as `load` does.
-    """
-    if not dist.is_initialized():
-        return model
-    options = inspect.signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
-    return DistributedDataParallel(model, **{name: False})
-
-
-def save(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Write the checkpoint on rank 0. The file gets its name when it is complete."""
-    if rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(path.name + ".unfinished")
-        torch.save(checkpoint, unfinished)
-        unfinished.replace(path)
-
-
-def load(path: Path) -> dict[str, Any] | None:
-    """Read the checkpoint on rank 0 and return it on all ranks. Return None if there is no file."""
-    checkpoint = None
-    if rank() == 0 and path.exists():
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    objects = [checkpoint]
-    if dist.is_initialized():
-        dist.broadcast_object_list(objects, src=0)
-    return objects[0]
-
-
-@contextlib.contextmanager
+@contextmanager
 def progress(step: int, num_steps: int) -> Iterator[Callable[[str], None]]:
-    """Yield a function to call after each step with a text. On rank 0 it shows a bar or, without a terminal, prints
-    lines. `step` is the number of steps that a resumed job has already done."""
+    """Show the progress on rank 0: a bar, or lines if the output is not a terminal.
+
+    The job calls the yielded function after each step, with a text such as the loss, which is shown next to the number
+    of steps. `step` is the number of steps that a resumed job has already done.
+    """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    is_terminal, last_line = sys.stdout.isatty(), time.monotonic()
-    with Progress(*columns, disable=rank() != 0 or not is_terminal) as bar:
+    is_terminal, time_of_line = sys.stdout.isatty(), time.monotonic()
+    with Progress(*columns, disable=dist.get_rank() != 0 or not is_terminal) as bar:
         task = bar.add_task("training", completed=step, total=num_steps)
 
         def advance(text: str) -> None:
-            nonlocal step, last_line
+            nonlocal step, time_of_line
             step += 1
             bar.update(task, completed=step, description=text)
-            now = time.monotonic()
-            if rank() == 0 and not is_terminal and (step == num_steps or now - last_line > SECONDS_BETWEEN_LINES):
+            is_due = step == num_steps or time.monotonic() - time_of_line > SECONDS_BETWEEN_LINES
+            if dist.get_rank() == 0 and not is_terminal and is_due:
                 print(f"{step}/{num_steps}  {text}", flush=True)
-                last_line = now
+                time_of_line = time.monotonic()
 
         yield advance

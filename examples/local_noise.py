@@ -3,9 +3,9 @@
     python examples/local_noise.py                    10 seconds
 
 Trains a small residual network with nn.BatchNorm2d on handwritten digits for some steps. Then `measure` cuts batches
-into slices, one for each rank. Table 1 has the noise of each layer with 2 images per rank. Table 2 has
-the number of layers that gain from synchronisation with 1 to 64 images per rank. "sorted" batches are in the order of
-their classes, so each rank has different classes.
+into slices, one for each rank. Table 1 has the noise of each layer with 2 images per rank. Table 2 has the number of
+layers that gain from synchronisation with 1 to 64 images per rank. "sorted" batches are in the order of their classes,
+so each rank has different classes.
 
 To measure your own model, copy `LayerNoise` and `measure`, which need nothing else from this file.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from digits import NUM_TEST, build_model, load_images
-from launch import ManualFormatter, positive
+from launch import ManualFormatter
 from results import print_table
 from torch import Tensor, nn
 from trainer import Trainer
@@ -30,7 +30,7 @@ THRESHOLD = 0.1  # A layer gains from synchronisation if `output_deviation` is l
 
 
 class LayerNoise(NamedTuple):
-    """The noise of a layer. Every field is a mean over channels, batches and ranks; deviations are root mean squares.
+    """The noise of a layer: means of n_r and n, root mean squares of deviations, over channels, batches and ranks.
 
     On rank r a channel has n_r values with mean m_r and biased variance v_r. On all ranks together the channel has n
     values with mean m and variance v.
@@ -51,12 +51,12 @@ def measure(model: nn.Module, batches: Iterable[Tensor], num_slices: int = 1) ->
 
     With `num_slices` each slice of a batch stands for a rank, so that one process can stand for several ranks.
     """
-    sums: dict[str, Tensor] = {}  # layer -> number of terms, then the sums of the fields of LayerNoise
+    sums: dict[str, Tensor] = {}  # layer -> number of terms, then the sums of n_r, n and the squared deviations
 
     def add(name: str, layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         x = args[0].double()  # (N, C, ...)
         mean, var, num_values = sync_batch_stats(x)
-        varies = ~(var <= 1e-14 * mean.square())  # The variance of a constant channel is only rounding.
+        is_constant = var <= 1e-14 * mean.square()  # The variance of a constant channel is only rounding.
         invstd = (var + layer.eps).rsqrt()
         sums.setdefault(name, x.new_zeros(6))
         for part in x.tensor_split(num_slices):
@@ -65,9 +65,10 @@ def measure(model: nn.Module, batches: Iterable[Tensor], num_slices: int = 1) ->
                 local_var, local_mean = torch.var_mean(values, 1, correction=0)
                 local_invstd, distance = (local_var + layer.eps).rsqrt(), local_mean - mean
                 counts = [torch.full_like(var, float(number)) for number in (1, values.shape[1], num_values)]
-                outputs = (distance * invstd).square() + local_var * (local_invstd - invstd).square()
+                # The mean over x of ((x - m_r) * a - (x - m) * b)^2 is v_r * (a - b)^2 + ((m_r - m) * b)^2.
+                outputs = local_var * (local_invstd - invstd).square() + (distance * invstd).square()
                 terms = torch.stack((*counts, distance.square() / var, (local_var / var - 1).square(), outputs))
-                sums[name] += terms[:, varies].sum(1)
+                sums[name] += terms[:, ~is_constant].sum(1)
 
     hooks = []
     for name, layer in model.named_modules():
@@ -94,8 +95,8 @@ def gains(noise: list[LayerNoise]) -> tuple[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=ManualFormatter)
-    parser.add_argument("--ranks", type=positive, default=8, help="slices of a batch")
-    parser.add_argument("--steps", type=positive, default=100, help="training steps on 32 images")
+    parser.add_argument("--ranks", type=int, default=8, help="slices of a batch")
+    parser.add_argument("--steps", type=int, default=100, help="training steps on 32 images")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     images, labels = load_images(torch.float32, torch.device("cpu"))

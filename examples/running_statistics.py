@@ -15,8 +15,8 @@ import syncbn
 def recompute_running_stats(model: nn.Module, loader: DataLoader, empty: Tensor) -> None:
     """Replace the running statistics by the mean and the unbiased variance over the data of all ranks.
 
-    A batch of the loader begins with the input of the model. `empty` is an input without samples, on the device of the
-    model. A rank that has fewer batches than another rank continues with `empty`.
+    Each batch is a tuple or list, which starts with the input of the model. `empty` is an input without samples, on the
+    device of the model. A rank that has fewer batches than another rank continues with `empty`.
     """
     copied = syncbn.convert_syncbn_model(copy.deepcopy(model))
     copied.eval()  # This switches off dropout. Only the batch-norm layers train.
@@ -43,7 +43,8 @@ def merge_running_stats(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, _BatchNorm) and layer.track_running_stats:
             n, mean, var = layer.num_batches_tracked.double(), layer.running_mean.double(), layer.running_var.double()
-            sums = torch.cat((n * mean, n * (var + mean * mean), n.view(1)))
+            mean_square = var + mean * mean
+            sums = torch.cat((n * mean, n * mean_square, n.view(1)))
             if dist.is_initialized():
                 dist.all_reduce(sums)
                 dist.all_reduce(layer.num_batches_tracked, dist.ReduceOp.MAX)

@@ -29,8 +29,8 @@ import launch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import local_slice, positive, progress, rank, run_on_ranks, sum_over_ranks, world_size
-from results import BLUE, GREEN, LOOKS, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, mean_and_spread, print_table
+from launch import local_slice, progress, run_on_ranks
+from results import LOOKS, mean_and_spread, print_table
 from running_statistics import recompute_running_stats
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -39,27 +39,26 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainer import Trainer, distance, last_losses, report, three_ways
 
 SIZE, DIGIT = 32, 8  # sides of a scene and of a digit in pixels
-NUM_TRIES = 20  # random positions that are tried for digits of a scene, which do not overlap
+NUM_TRIES = 20  # random positions per scene; a digit is drawn if it does not overlap with an earlier digit
 DIGIT_WEIGHT = 5.0  # weight of a digit's pixel in the loss; a pixel of the background has 1
 DARKEST = 0.1  # lowest brightness of a scene; the highest is 1
 NUM_TEST = 297  # digits of the test scenes; the other 1,500 are for training
 NUM_CLASSES = 11  # background, 0, 1, ..., 9
 NUM_SHOWN = 4  # scenes in the picture
-NUM_RECOMPUTED = 100  # batches for recomputed running statistics
+NUM_RECOMPUTED = 100  # scenes per rank for recomputed running statistics
 SAME_IOU = 1e-3  # Smaller differences of the IoU are rounding.
 STORED_RESULTS = Path(__file__).parent / "evidence" / "segmentation_seeds.json"
-DIGIT_COLORS = [BLUE, ORANGE, GREEN, VERMILLION, PURPLE, "#9a7b4f", YELLOW, "#999999", SKY, "#ffffff"]
 
 
 def new_parser(manual: str, name: str) -> argparse.ArgumentParser:
-    """Return a parser with all options except those of the seed."""
+    """Return a parser for this job and for evidence/segmentation_seeds.py, without the option of the job for seeds."""
     parser = launch.new_parser(manual, name)
     add = parser.add_argument
-    add("--steps", type=positive, default=1000, help="steps of the optimizer")
-    add("--images-per-rank", type=positive, default=1, help="scenes per rank and step")
+    add("--steps", type=int, default=1000, help="steps of the optimizer")
+    add("--images-per-rank", type=int, default=1, help="scenes per rank and step")
     add("--learning-rate", type=float, default=0.01, help="peak of the OneCycle schedule, for Adam")
-    add("--width", type=positive, default=8, help="channels at full resolution")
-    add("--test-scenes", type=positive, default=200, help="number of test scenes")
+    add("--width", type=int, default=8, help="channels at full resolution")
+    add("--test-scenes", type=int, default=200, help="number of test scenes")
     return parser
 
 
@@ -69,7 +68,7 @@ class Scenes:
     def __init__(self, digits: slice, seed: int, device: torch.device) -> None:
         images, labels = load_digits(return_X_y=True)
         self.digits = torch.tensor(images[digits] / 16).view(-1, DIGIT, DIGIT)  # (D, 8, 8) in [0, 1]
-        self.classes = torch.tensor(labels[digits]) + 1  # (D,), without 0, the background
+        self.classes = torch.tensor(labels[digits]) + 1  # (D,) in 1 ... 10, because class 0 is the background
         self.generator, self.device = torch.Generator().manual_seed(seed), device
 
     def uniform(self, *shape: int) -> Tensor:
@@ -85,7 +84,8 @@ class Scenes:
             if not ink[position].any():
                 ink[position] = self.digits[index]
                 labels[position] = self.classes[index] * (self.digits[index] > 0.4)
-        background = F.interpolate(0.6 * self.uniform(1, 3, 2, 2), (SIZE, SIZE), mode="bilinear")[0]
+        corners = 0.6 * self.uniform(1, 3, 2, 2)  # colors of the four corners
+        background = F.interpolate(corners, (SIZE, SIZE), mode="bilinear")[0]
         background += 0.1 * (self.uniform(1, SIZE, SIZE) - 0.5)  # noise
         color = 0.6 + 0.4 * self.uniform(3, 1, 1)
         brightness = DARKEST + (1 - DARKEST) * self.uniform(1)
@@ -112,14 +112,14 @@ class UNet(nn.Module):
         super().__init__()
         self.first = block(3, width)
         self.down = nn.ModuleList([block(width, 3 * width), block(3 * width, 6 * width)])
-        self.up = nn.ModuleList([block(9 * width, 3 * width), block(4 * width, width)])
+        self.up = nn.ModuleList([block((3 + 6) * width, 3 * width), block((1 + 3) * width, width)])
         self.last = nn.Conv2d(width, NUM_CLASSES, 1)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images (N, 3, 32, 32) to logits (N, 11, 32, 32)."""
-        levels = [self.first(images)]  # (N, width, 32, 32), (N, 3 * width, 16, 16), (N, 6 * width, 8, 8)
+        levels = [self.first(images)]  # (N, width, 32, 32)
         for down in self.down:
-            levels.append(down(F.max_pool2d(levels[-1], 2)))
+            levels.append(down(F.max_pool2d(levels[-1], 2)))  # (N, 3 * width, 16, 16), then (N, 6 * width, 8, 8)
         x = levels.pop()
         for up in self.up:
             x = up(torch.cat((levels.pop(), F.interpolate(x, scale_factor=2)), 1))
@@ -137,14 +137,15 @@ def intersection_over_union(model: nn.Module, images: Tensor, labels: Tensor) ->
     images, labels = local_slice(images), local_slice(labels)
     predicted = F.one_hot(predict(model, images), NUM_CLASSES).bool()  # (N, 32, 32, 11)
     expected = F.one_hot(labels, NUM_CLASSES).bool()
-    intersection = sum_over_ranks((predicted & expected).sum((0, 1, 2)))
-    union = sum_over_ranks((predicted | expected).sum((0, 1, 2)))
+    counts = torch.stack(((predicted & expected).sum((0, 1, 2)), (predicted | expected).sum((0, 1, 2))))
+    dist.all_reduce(counts)
+    intersection, union = counts
     return intersection / union.clamp(min=1)
 
 
 def test(trainer: Trainer, images: Tensor, labels: Tensor, training: Tensor) -> None:
-    """Record the IoUs. For local batch norm also record the mean IoU with running statistics that are recomputed on
-    training scenes."""
+    """Set trainer.tests to the IoUs. For local batch norm add the mean IoU with running statistics that are recomputed
+    on training scenes."""
     if trainer.is_parallel:
         for buffer in trainer.module.buffers():
             dist.broadcast(buffer, 0)  # Jobs save the model of rank 0, so that model is tested.
@@ -158,9 +159,10 @@ def test(trainer: Trainer, images: Tensor, labels: Tensor, training: Tensor) -> 
 
 def draw_predictions(figure: Any, trainers: list[Trainer], images: Tensor, labels: Tensor) -> None:
     """Draw a row for each scene: the scene, its labels, and the prediction of each model."""
+    from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
-    colors = ListedColormap(["#1a1a1f", *DIGIT_COLORS])
+    colors = ListedColormap(["black", *colormaps["tab10"].colors])  # background, 0, 1, ..., 9
     columns = [("scene", "black", images.permute(0, 2, 3, 1)), ("labels", "black", labels)]
     for trainer in trainers:
         title = f"{trainer.name}\nmean IoU {trainer.tests['mean_iou']:.0%}"
@@ -175,9 +177,9 @@ def draw_predictions(figure: Any, trainers: list[Trainer], images: Tensor, label
 
 
 def train(arguments: argparse.Namespace, seed: int, device: torch.device) -> tuple[list[Trainer], Tensor, Tensor]:
-    """Train and test the three ways from one seed. Return them with the first test scenes and their labels."""
+    """Train and test in three ways from one seed. Return the trainers, and the first test scenes with their labels."""
     torch.manual_seed(seed)
-    model = UNet(arguments.width).to(device, torch.float64)  # Training amplifies rounding, too much in float32.
+    model = UNet(arguments.width).to(device, torch.float64)  # In float32 rounding would change the loss curves.
     peak = arguments.learning_rate
     trainers = three_ways(model, functools.partial(torch.optim.Adam, lr=peak))
     schedules = [OneCycleLR(trainer.optimizer, peak, total_steps=arguments.steps) for trainer in trainers]
@@ -185,12 +187,12 @@ def train(arguments: argparse.Namespace, seed: int, device: torch.device) -> tup
     training_scenes, test_scenes = Scenes(slice(NUM_TEST, None), seed, device), Scenes(slice(NUM_TEST), seed, device)
     with progress(0, arguments.steps) as advance:
         for _ in range(arguments.steps):
-            images, labels = training_scenes.draw(arguments.images_per_rank * world_size())
+            images, labels = training_scenes.draw(arguments.images_per_rank * dist.get_world_size())
             for trainer, schedule in zip(trainers, schedules, strict=True):
                 trainer.step(images, labels, class_weights)
                 schedule.step()
             advance(f"seed {seed}  {last_losses(trainers)}")
-    training, _ = training_scenes.draw(NUM_RECOMPUTED * world_size())
+    training, _ = training_scenes.draw(NUM_RECOMPUTED * dist.get_world_size())
     images, labels = test_scenes.draw(arguments.test_scenes)
     for trainer in trainers:
         test(trainer, images, labels, training)
@@ -217,27 +219,25 @@ def print_stored_results(file: Path) -> None:
     print(f"Measured with torch {results['torch']} ({results['device']}) by\n  {command}")
 
 
-def conclusion(trainers: list[Trainer], arguments: argparse.Namespace) -> str:
-    """Return a sentence about what this run shows, and what it does not show."""
-    if world_size() == 1:
-        return "Nothing is shown: in one process all three ways are the same. Start two ranks with torchrun."
-    one_process, synchronised, local = (f"{trainer.tests['mean_iou']:.0%}" for trainer in trainers)
-    return (
-        f"Shown, at seed {arguments.seed}: {world_size()} ranks with syncbn train as one process does, each loss to "
-        f"{distance(trainers[1], trainers[0]):.0e}; mean IoU is {one_process} (one process), {synchronised} (syncbn), "
-        f"{local} (local). Not shown: other seeds (the table above), other tasks, more images a rank, GPUs."
-    )
-
-
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     trainers, images, labels = train(arguments, arguments.seed, device)
-    if rank() == 0:
-        scores = [trainer.tests["mean_iou"] for trainer in trainers]
-        predictions = functools.partial(draw_predictions, trainers=trainers, images=images, labels=labels)
-        batch = f"{arguments.images_per_rank * world_size()} scenes"
-        report(trainers, "mean IoU", scores, batch, arguments, predictions=predictions)
-        print_stored_results(STORED_RESULTS)
-        print(conclusion(trainers, arguments))
+    if dist.get_rank() != 0:
+        return
+    num_ranks = dist.get_world_size()
+    scores = [trainer.tests["mean_iou"] for trainer in trainers]
+    predictions = functools.partial(draw_predictions, trainers=trainers, images=images, labels=labels)
+    batch = f"{arguments.images_per_rank * num_ranks} scenes"
+    report(trainers, "mean IoU", scores, batch, arguments, predictions=predictions)
+    print_stored_results(STORED_RESULTS)
+    if num_ranks == 1:
+        print("Nothing is shown: in one process all three ways are the same. Start two ranks with torchrun.")
+    else:
+        iou = ", ".join(f"{score:.0%} ({trainer.name})" for trainer, score in zip(trainers, scores, strict=True))
+        shown = f"the losses differ by at most {distance(trainers[1], trainers[0]):.0e}; mean IoU is {iou}"
+        print(
+            f"Shown, at seed {arguments.seed}: {num_ranks} ranks with syncbn train as one process does, {shown}. "
+            "Not shown: other seeds (the table above), other tasks, more images a rank, GPUs."
+        )
 
 
 if __name__ == "__main__":

@@ -148,8 +148,8 @@ def main():
     else:
         device, backend = torch.device("cpu"), "gloo"
     dist.init_process_group(backend)
-    train(arguments, device)  # DistributedDataParallel must be gone before the process group is destroyed.
-    dist.destroy_process_group()
+    train(arguments, device)
+    dist.destroy_process_group()  # `train` has returned, so its DistributedDataParallel no longer exists.
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import local_slice, parallel, sum_over_ranks, world_size
+from launch import local_slice
 from results import print_table, write
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from train import parallel
 
 import syncbn
 
-NUM_AVERAGED = 25  # last steps whose losses are averaged for the final loss
+NUM_AVERAGED = 25  # The final loss is the mean of the last 25 losses.
 
 Wrap = Callable[[nn.Module], nn.Module]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -24,13 +25,14 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 class Trainer:
     """A model with its optimizer, losses and test results.
 
-    The trainer with the name "one process" trains on the whole batch, on every rank. With any other name, each rank
-    trains on its slice of the batch, and `wrap` makes the model parallel.
+    A trainer named "one process" trains on the whole batch, on every rank. Any other trainer trains on the slice of its
+    rank, with the parallel model `wrap(model)`. With `wrap=parallel` ranks share no buffers, so layers of nn.BatchNorm
+    keep the running statistics of their rank.
     """
 
     def __init__(self, name: str, model: nn.Module, optimizer: MakeOptimizer, wrap: Wrap = parallel) -> None:
         self.name, self.module, self.optimizer = name, model, optimizer(model.parameters())
-        self.is_parallel = name != "one process" and dist.is_initialized()
+        self.is_parallel = name != "one process"
         self.model = wrap(model) if self.is_parallel else model
         self.losses: list[float] = []
         self.tests: dict[str, Any] = {}
@@ -42,12 +44,14 @@ class Trainer:
             images, labels = local_slice(images), local_slice(labels)
         loss = F.cross_entropy(self.model(images), labels, class_weights, reduction="sum") / total_weight
         # DDP averages gradients over ranks. The factor gives the gradient of the whole batch, even with uneven slices.
-        factor = world_size() if self.is_parallel else 1
+        factor = dist.get_world_size() if self.is_parallel else 1
         self.optimizer.zero_grad()
         (factor * loss).backward()
         self.optimizer.step()
-        loss = loss.detach()
-        self.losses.append((sum_over_ranks(loss) if self.is_parallel else loss).item())
+        whole_loss = loss.detach()
+        if self.is_parallel:
+            dist.all_reduce(whole_loss)
+        self.losses.append(whole_loss.item())
 
     def final_loss(self) -> float:
         return statistics.mean(self.losses[-NUM_AVERAGED:])
@@ -82,14 +86,14 @@ def last_losses(trainers: list[Trainer]) -> str:
 def report(
     trainers: list[Trainer], test: str, scores: list[float], batch: str, arguments: argparse.Namespace, **pictures: Any
 ) -> None:
-    """Print the synchronised layers and a table with the score of each trainer in the test, and write metrics.json and
-    the pictures."""
+    """Print the synchronised layers and a table, and write metrics.json and the pictures. `scores` has the result of
+    each trainer in the test, whose name is `test`."""
     print(syncbn.summary(trainers[1].model))
     rows, runs = [], {}
     for trainer, score in zip(trainers, scores, strict=True):
         largest = distance(trainer, trainers[0])
         rows.append((trainer.name, f"{trainer.final_loss():.4f}", f"{score:.1%}", f"{largest:.1e}"))
         runs[trainer.name] = {"losses": trainer.losses, "distance": largest, **trainer.tests}
-    title = f"this run: seed {arguments.seed}, {world_size()} ranks, {batch} a step, float64"
+    title = f"this run: seed {arguments.seed}, {dist.get_world_size()} ranks, {batch} a step, float64"
     print_table(title, ("training", "final loss", test, "largest distance from one process"), rows)
     write(arguments, {"runs": runs}, **pictures)

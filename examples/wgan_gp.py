@@ -2,9 +2,9 @@
 
 The loss of the critic f is -mean f(real) + mean f(fake) + lambda * mean (|df / dx| - 1)^2, where x are points between
 real and fake images (Gulrajani et al. 2017, https://arxiv.org/abs/1704.00028). The last term contains a gradient, so
-its own gradient is a second derivative. The critic has batch norm, so the second derivative is that of the whole batch
-over all ranks. In the first steps the job compares the critic's gradients with those of one process that has the whole
-batch, and prints the largest difference.
+its own gradient is a second derivative. The critic has batch norm, so a score depends on the images of all ranks, and
+the second derivative needs sums over all ranks. In the first steps the job compares the critic's gradients with those
+of one process that has the whole batch, and prints the largest difference.
 
     python examples/wgan_gp.py                                          one process
     torchrun --standalone --nproc-per-node 2 examples/wgan_gp.py        two ranks, on GPUs (nccl) or CPUs (gloo)
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from digits import load_images
-from launch import local_slice, new_parser, parallel, positive, progress, rank, run_on_ranks, world_size
+from launch import local_slice, new_parser, progress, run_on_ranks
 from results import write
 from torch import Tensor, nn
+from train import parallel
 
 import syncbn
 
@@ -34,8 +35,8 @@ NUM_COMPARED = 3  # steps that are compared with one process
 
 parser = new_parser(__doc__, "wgan_gp")
 add = parser.add_argument
-add("--steps", type=positive, default=300, help="steps of the generator")
-add("--images-per-rank", type=positive, default=8, help="images per rank and step")
+add("--steps", type=int, default=300, help="steps of the generator")
+add("--images-per-rank", type=int, default=8, help="images per rank and step")
 add("--learning-rate", type=float, default=1e-3, help="of Adam")
 add("--seed", type=int, default=0, help="of weights, noise and batches")
 
@@ -90,11 +91,8 @@ def distance_from_one_process(critic: nn.Module, ddp: nn.Module, real: Tensor, f
 
     `real` and `mix` have the whole batch, `fake` has this rank's slice.
     """
-    all_fake = fake
-    if dist.is_initialized():
-        slices = [torch.empty_like(fake) for _ in range(world_size())]
-        dist.all_gather(slices, fake)
-        all_fake = torch.cat(slices)
+    all_fake = torch.empty_like(real)
+    dist.all_gather(list(all_fake.chunk(dist.get_world_size())), fake)
     reference = syncbn.revert_syncbn_model(copy.deepcopy(critic))
     critic_loss(reference, real, all_fake, mix).backward()
     critic.zero_grad()
@@ -106,17 +104,14 @@ def distance_from_one_process(critic: nn.Module, ddp: nn.Module, real: Tensor, f
 def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, float]:
     """Return the trained generator, and the largest distance from one process in the first steps."""
     torch.manual_seed(arguments.seed)
-    source, batch = torch.Generator().manual_seed(arguments.seed), arguments.images_per_rank * world_size()
+    source, batch = torch.Generator().manual_seed(arguments.seed), arguments.images_per_rank * dist.get_world_size()
 
-    # All ranks draw the same whole batches.
-    def draw_real() -> Tensor:
-        return images[torch.randint(len(images), (batch,), generator=source)]
-
-    def draw_mix() -> Tensor:
-        return torch.rand(batch, 1, 1, 1, generator=source, dtype=images.dtype).to(images.device)
-
-    def draw_noise() -> Tensor:
-        return torch.randn(batch, NUM_LATENT, generator=source, dtype=images.dtype).to(images.device)
+    def draw() -> tuple[Tensor, Tensor, Tensor]:
+        """Return a whole batch of real images, `mix` and noise. All ranks draw the same batches."""
+        real = images[torch.randint(len(images), (batch,), generator=source)]
+        mix = torch.rand(batch, 1, 1, 1, generator=source, dtype=images.dtype)
+        noise = torch.randn(batch, NUM_LATENT, generator=source, dtype=images.dtype)
+        return real, mix.to(images.device), noise.to(images.device)
 
     generator = syncbn.convert_syncbn_model(build_generator()).to(images.device, images.dtype)
     critic = syncbn.convert_syncbn_model(build_critic()).to(images.device, images.dtype)
@@ -127,7 +122,7 @@ def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, flo
     with progress(0, arguments.steps) as advance:
         for step in range(arguments.steps):
             for _ in range(CRITIC_STEPS):
-                real, mix, noise = draw_real(), draw_mix(), draw_noise()
+                real, mix, noise = draw()
                 with torch.no_grad():
                     fake = generator_ddp(local_slice(noise))
                 if step < NUM_COMPARED:
@@ -136,10 +131,11 @@ def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, flo
                 loss = critic_loss(critic_ddp, local_slice(real), fake, local_slice(mix))
                 loss.backward()
                 critic_optimizer.step()
+            real, mix, noise = draw()
             generator_optimizer.zero_grad()
-            fake = generator_ddp(local_slice(draw_noise()))
-            # The optimizer of the critic does not use these gradients of the critic, so they need no DDP.
-            _, fake_scores, *_ = scores(critic, local_slice(draw_real()), fake, local_slice(draw_mix()))
+            fake = generator_ddp(local_slice(noise))
+            # Only the generator learns here, so the critic does not need DDP, which averages gradients over ranks.
+            _, fake_scores, *_ = scores(critic, local_slice(real), fake, local_slice(mix))
             (-fake_scores.mean()).backward()
             generator_optimizer.step()
             advance(f"critic's loss {loss.item():.3f}")
@@ -158,7 +154,7 @@ def draw_samples(figure: Any, real: Tensor, fake: Tensor) -> None:
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     digits, _ = load_images(torch.float64, device)
     generator, distance = train(arguments, digits)
-    if rank() == 0:
+    if dist.get_rank() == 0:
         with torch.no_grad():
             samples = generator.eval()(torch.randn(64, NUM_LATENT, dtype=torch.float64, device=device))
         name = "distance of the critic's gradients from one process"

@@ -37,26 +37,26 @@ from torch.utils.data import DataLoader, TensorDataset
 import syncbn
 
 sys.path.append(str(Path(__file__).parents[1]))
-from digits import build_model, load_images
-from launch import local_slice, new_parser, parallel, positive, progress, rank, run_on_ranks, world_size
+from digits import accuracy, build_model, load_images
+from launch import local_slice, new_parser, progress, run_on_ranks
 from local_noise import gains, measure
 from results import LOOKS, mean_and_spread, print_table, write
 from running_statistics import merge_running_stats, recompute_running_stats
+from train import parallel
 
-NUM_TRAIN = 600  # training digits; the other 1,197 are for the test, whose error then has steps of 0.1 %
+NUM_TRAIN = 600  # training digits; the other 1,197 are for the test
 NUM_MEASURED = 20  # batches on which local noise is measured
-LEARNING_RATE = 0.1  # learning rate of a batch of 32 images
-IMAGES_PER_RANK = 16  # images per rank in the study of shards
+LEARNING_RATE_PER_IMAGE = 0.1 / 32  # The learning rate is proportional to the number of images per step.
+SHARD_BATCH, SHARD_LEARNING_RATE = 16, 0.1  # images per rank and step, and learning rate, in the study of shards
 CHANNELS_PER_GROUP = 4
-HEADINGS = {"images": "images per rank", "shards": "shards"}
 Errors = dict[str, dict[str, list[float]]]  # way -> setting -> test error of each seed
 
 parser = new_parser(__doc__, "local_batch_norm")
 add = parser.add_argument
-add("study", choices=HEADINGS, help="what varies")
-add("--images", type=positive, nargs="+", default=[1, 2, 4, 8, 16], help="per rank and step")
-add("--epochs", type=positive, help="passes over the training data; None: 4 for images, 8 for shards")
-add("--seeds", type=positive, default=5, help="number of runs, for mean and standard deviation")
+add("study", choices=["images", "shards"], help="what varies")
+add("--images", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="per rank and step")
+add("--epochs", type=int, help="passes over the training data; None: 4 for images, 8 for shards")
+add("--seeds", type=int, default=5, help="number of runs, for mean and standard deviation")
 
 
 def convert(model: nn.Module, way: str) -> nn.Module:
@@ -73,17 +73,16 @@ def convert(model: nn.Module, way: str) -> nn.Module:
 def local_shard(labels: Tensor, kind: str, seed: int) -> Tensor:
     """Return the indices of this rank's training images. All ranks have equally many."""
     if kind == "shuffled":
-        shards = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).tensor_split(world_size())
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        shards = order.tensor_split(dist.get_world_size())
     else:
-        classes_of_ranks = torch.arange(10).tensor_split(world_size())
+        classes_of_ranks = torch.arange(10).tensor_split(dist.get_world_size())
         shards = [torch.isin(labels.cpu(), classes).nonzero().flatten() for classes in classes_of_ranks]
-    return shards[rank()][: min(map(len, shards))]
+    return shards[dist.get_rank()][: min(map(len, shards))]
 
 
 def shuffled_batches(indices: Tensor, batch: int, epochs: int, seed: int) -> list[Tensor]:
     """Return full batches of the indices, in a new order in each epoch."""
-    if len(indices) < batch:
-        sys.exit(f"a batch of {batch} images is larger than the {len(indices)} training images")
     generator = torch.Generator().manual_seed(seed)
     num_used = len(indices) // batch * batch
     orders = [indices[torch.randperm(len(indices), generator=generator)[:num_used]] for _ in range(epochs)]
@@ -101,31 +100,21 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, batches: list[Tensor
         optimizer.step()
 
 
-@torch.no_grad()
-def test_error(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the test error of rank 0's model in %. (Jobs save the model of rank 0.)"""
-    error = (model.eval()(images).argmax(1) != labels).double().mean() * 100
-    if dist.is_initialized():
-        dist.broadcast(error, 0)
-    return error.item()
-
-
 def draw_errors(figure: Any, errors: Errors, heading: str, joined: bool) -> None:
     """Draw the mean of each way at each setting with a bar of one standard deviation, and a dot for each seed. Join the
     means by a line if the settings are numbers."""
     figure.set_size_inches(6.4, 4.2)
     axes = figure.subplots()
-    distance = 0.12  # between two ways at one setting
-    for number, (way, seeds_of_settings) in enumerate(errors.items()):
+    for number, (way, errors_of_way) in enumerate(errors.items()):
         color, marker = LOOKS[way]
-        x = [index + distance * (number - (len(errors) - 1) / 2) for index in range(len(seeds_of_settings))]
-        means, spreads = zip(*map(mean_and_spread, seeds_of_settings.values()), strict=True)
-        line = {"linestyle": "-" if joined else "none", "marker": marker, "color": color, "label": way}
-        axes.errorbar(x, means, spreads, markersize=6, capsize=3, linewidth=1.5, **line)
-        for center, seeds in zip(x, seeds_of_settings.values(), strict=True):
-            axes.plot([center + distance / 3] * len(seeds), seeds, ".", color=color, markersize=4, alpha=0.5)
-    axes.set_xticks(range(len(x)), list(seeds_of_settings))
-    axes.set(xlim=(-0.5, len(x) - 0.5), ylim=(0, None), ylabel="test error (%)")
+        x = [position + 0.12 * (number - 1) for position in range(len(errors_of_way))]  # The ways do not overlap.
+        means, spreads = zip(*[mean_and_spread(seeds) for seeds in errors_of_way.values()], strict=True)
+        line = "-" if joined else "none"
+        axes.errorbar(x, means, spreads, linestyle=line, marker=marker, color=color, capsize=3, label=way)
+        for center, seeds in zip(x, errors_of_way.values(), strict=True):
+            axes.plot([center + 0.04] * len(seeds), seeds, ".", color=color, markersize=4, alpha=0.5)
+    axes.set_xticks(range(len(x)), list(errors_of_way))
+    axes.set(ylim=(0, None), ylabel="test error (%)")
     figure.legend(loc="outside upper center", ncols=len(errors))
     marks = f"mark: mean, bar: ± standard deviation, dots: each of {len(seeds)} seeds"
     figure.supxlabel(f"{heading}\n\n{marks}", fontsize=10)
@@ -136,9 +125,11 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     training, test = (images[:NUM_TRAIN], labels[:NUM_TRAIN]), (images[NUM_TRAIN:], labels[NUM_TRAIN:])
     varies_images = arguments.study == "images"
     if varies_images:
-        settings, ways, epochs = arguments.images, ("local", "syncbn", "GroupNorm"), arguments.epochs or 4
+        heading, settings, ways = "images per rank", arguments.images, ("local", "syncbn", "GroupNorm")
+        epochs = arguments.epochs or 4
     else:
-        settings, ways, epochs = ("shuffled", "sorted"), ("local", "syncbn"), arguments.epochs or 8
+        heading, settings, ways = "shards", ("shuffled", "sorted"), ("local", "syncbn")
+        epochs = arguments.epochs or 8
     errors: Errors = defaultdict(lambda: defaultdict(list))
     noise = {}  # setting -> noise of each layer
     runs = list(itertools.product(range(arguments.seeds), settings, ways))
@@ -148,31 +139,32 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             # The last stage has 4 values per image and channel, so small batches are noisy there, as in detectors.
             model = convert(build_model(width=16, strides=(2, 2)), way).to(device)
             if varies_images:
-                indices, batch = torch.arange(NUM_TRAIN), setting * world_size()
+                indices, batch = torch.arange(NUM_TRAIN), setting * dist.get_world_size()
                 batches = [local_slice(whole) for whole in shuffled_batches(indices, batch, epochs, seed)]
+                learning_rate = LEARNING_RATE_PER_IMAGE * batch
             else:
-                indices, batch = local_shard(training[1], setting, seed), 32
-                batches = shuffled_batches(indices, IMAGES_PER_RANK, epochs, seed)
-            train(parallel(model), *training, batches, LEARNING_RATE * batch / 32)
+                indices, learning_rate = local_shard(training[1], setting, seed), SHARD_LEARNING_RATE
+                batches = shuffled_batches(indices, SHARD_BATCH, epochs, seed)
+            train(parallel(model), *training, batches, learning_rate)
             if seed == 0 and way == "syncbn":
                 noise[str(setting)] = measure(copy.deepcopy(model), [images[some] for some in batches[:NUM_MEASURED]])
             models = {way: model}
             if way == "local" and not varies_images:
                 models |= {name: copy.deepcopy(model) for name in ("local, merged", "local, recomputed")}
                 merge_running_stats(models["local, merged"])
-                loader = DataLoader(TensorDataset(images[indices]), IMAGES_PER_RANK)
+                loader = DataLoader(TensorDataset(images[indices]), SHARD_BATCH)
                 recompute_running_stats(models["local, recomputed"], loader, empty=images[:0])
             for name, tested in models.items():
-                errors[name][str(setting)].append(test_error(tested, *test))
+                errors[name][str(setting)].append(100 * (1 - accuracy(tested, *test)))
             advance(f"seed {seed}, {setting}, {way}")
-    if rank() == 0:
-        heading = HEADINGS[arguments.study]
+    if dist.get_rank() == 0:  # Jobs save the model of rank 0, so the results are those of rank 0.
         rows = [(setting, *gains(layers)) for setting, layers in noise.items()]
         print_table("Noise of local batch norm", (heading, "layers that gain", "outputs off by up to"), rows)
         rows = []
-        for way, seeds_of_settings in errors.items():
-            rows.append((way, *("{:.1f} ± {:.1f}".format(*mean_and_spread(e)) for e in seeds_of_settings.values())))
-        title = f"test error (%), {world_size()} ranks, {arguments.seeds} seeds"
+        for way, errors_of_way in errors.items():
+            cells = ["{:.1f} ± {:.1f}".format(*mean_and_spread(seeds)) for seeds in errors_of_way.values()]
+            rows.append((way, *cells))
+        title = f"test error (%), {dist.get_world_size()} ranks, {arguments.seeds} seeds"
         print_table(title, (heading, *map(str, settings)), rows)
         layer_noise = {setting: [layer._asdict() for layer in layers] for setting, layers in noise.items()}
         metrics = {"test errors in %": errors, "local noise": layer_noise}

@@ -22,15 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[1]))
-from launch import positive, rank, run_on_ranks
+from launch import run_on_ranks
 from results import LOOKS, mean_and_spread, write
 from segmentation import STORED_RESULTS, draw_predictions, new_parser, print_stored_results, train
 from trainer import distance
 
 parser = new_parser(__doc__, "segmentation_seeds")
-parser.add_argument("--seeds", type=positive, default=6, help="number of seeds, from 0, of weights and scenes")
+parser.add_argument("--seeds", type=int, default=6, help="number of seeds, from 0, of weights and scenes")
 
 
 def draw_claims(figure: Any, ways: dict[str, list[dict[str, float]]]) -> None:
@@ -39,7 +40,7 @@ def draw_claims(figure: Any, ways: dict[str, list[dict[str, float]]]) -> None:
     scores, distances = figure.subplots(1, 2)
     percents = {way: [100 * seed["mean_iou"] for seed in seeds] for way, seeds in ways.items()}
     percents["local, recomputed"] = [100 * seed["mean_iou_recomputed"] for seed in ways["local"]]
-    for percents_of_seed in zip(*percents.values(), strict=True):
+    for percents_of_seed in zip(*percents.values(), strict=True):  # a grey line for each seed
         scores.plot(percents_of_seed, ".-", color="#999999", linewidth=0.7, markersize=5)
     for x, (way, values) in enumerate(percents.items()):
         mean, spread = mean_and_spread(values)
@@ -53,10 +54,10 @@ def draw_claims(figure: Any, ways: dict[str, list[dict[str, float]]]) -> None:
     for way in "local", "syncbn":
         color, marker = LOOKS[way]
         values = [seed["largest distance"] for seed in ways[way]]
-        distances.semilogy(seeds, values, marker, color=color, markersize=7)
-        distances.annotate(way, (seeds[-1], values[-1]), (10, -3), textcoords="offset points", color=color)
+        distances.semilogy(seeds, values, marker, color=color, markersize=7, label=way)
+    distances.legend()
     distances.set_xticks(seeds)
-    distances.set(title="Do 2 ranks equal one process?", xlabel="seed", xlim=(-0.5, len(seeds) + 0.8), ylim=(1e-16, 10))
+    distances.set(title="Do 2 ranks equal one process?", xlabel="seed", ylim=(1e-16, 10))
     distances.set_ylabel("largest difference of the training loss")
 
 
@@ -70,7 +71,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             ways.setdefault(trainer.name, []).append(results)
         if seed == 0:
             draw_scenes = functools.partial(draw_predictions, trainers=trainers, images=images, labels=labels)
-    if rank() == 0:
+    if dist.get_rank() == 0:
         pictures = {"segmentation_seeds": functools.partial(draw_claims, ways=ways), "segmentation_scenes": draw_scenes}
         write(arguments, {"ways": ways}, STORED_RESULTS.name, **pictures)
         print_stored_results(arguments.output / STORED_RESULTS.name)
