@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +33,6 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 PRELOADED = "torch.distributed.fsdp", "sklearn.datasets", "matplotlib.pyplot"
 # torch._dynamo imports triton. If objects of triton 3.9 are frozen, triton warns when the script ends.
 PRELOADED_AFTER_FREEZE = "torch._dynamo"
-_starting = threading.Lock()  # The server answers one request at a time.
 
 
 def wait_until(condition: Callable[[], object], describe: Callable[[], str] = str) -> None:
@@ -64,9 +62,8 @@ class Script:
         self.folder = Path(self._temporary.name)
         variables = ENVIRONMENT | environment
         request = {"command": [*map(str, command)], "environment": variables, "folder": str(self.folder)}
-        with _starting:
-            print(json.dumps(request), file=_server().stdin, flush=True)
-            self.pid = int(_server().stdout.readline())
+        print(json.dumps(request), file=_server().stdin, flush=True)
+        self.pid = int(_server().stdout.readline())
 
     def poll(self) -> int | None:
         """Return the exit status, negative after a signal, or None while the script runs."""

@@ -2,7 +2,6 @@
 
 import ast
 import graphlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import syncbn
@@ -26,16 +25,14 @@ def module_name(file: Path) -> str:
     return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imported_names(file: Path) -> Iterator[str]:
-    """Iterate over the dotted names of imported modules and objects. Imports for type annotations count, too."""
+# module -> dotted names of the modules and objects that it imports, also for type annotations
+NAMES: dict[str, list[str]] = {}
+for file in PACKAGE.rglob("*.py"):
+    names = NAMES[module_name(file)] = []
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        if isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-NAMES = {module_name(file): [*imported_names(file)] for file in PACKAGE.rglob("*.py")}
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names += [prefix + alias.name for alias in node.names]
 IMPORTS: dict[str, set[str]] = {module: set() for module in NAMES}  # module -> modules of syncbn that it imports
 for importer, names in NAMES.items():
     for name in names:

@@ -48,12 +48,12 @@ class Host:
         ip(f"netns del {self.namespace}")
 
 
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[Host]]:
     """Create two hosts with a link between them."""
     if shutil.which("ip") is None:
         pytest.skip("ip, of the package iproute2, is not installed")
-    hosts = [Host(index, tmp_path_factory.mktemp("hosts")) for index in range(2)]
+    hosts = [Host(index, tmp_path) for index in range(2)]
     addresses = "\n".join(["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in hosts)])
     with contextlib.ExitStack() as stack:
         try:
@@ -76,34 +76,21 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
         yield hosts
 
 
-@pytest.fixture(scope="module")
-def job_folder(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train on the hosts, and cut the link in the third step. Return the folder in which each rank saves its gradients
-    and buffers of the second step."""
-    folder = tmp_path_factory.mktemp("job")
+def test_two_hosts_train_as_one_and_both_report_that_their_link_is_cut(hosts: list[Host], tmp_path: Path) -> None:
+    """The host of the store reports the age of the other ranks' positions. The other host cannot reach the store, and
+    torchrun on that host still waits for the store."""
+    on_one_host, on_two_hosts = tmp_path / "one host", tmp_path / "two hosts"
+    for folder in (on_one_host, on_two_hosts):
+        folder.mkdir()
     for host in hosts:
-        host.start(JOB, "link cut", folder)
-    while len(list(folder.glob("rank ?"))) < 4:
+        host.start(JOB, "link cut", on_two_hosts)
+    while len(list(on_two_hosts.glob("rank ?"))) < 4:  # In the third step each rank saves the results of the second.
         assert all(host.torchrun.poll() is None for host in hosts), [host.log.read_text() for host in hosts]
         time.sleep(0.1)
     ip(f"-n {hosts[0].namespace} link set {hosts[0].interface} down")
-    (folder / "cut").touch()
+    (on_two_hosts / "cut").touch()
     # The four ranks have ended when only torchruns remain.
-    wait_until(lambda: all("torch.distributed.run" in command for command in processes_with(folder).values()))
-    return folder
-
-
-def test_two_hosts_train_as_one(job_folder: Path, tmp_path: Path) -> None:
-    run_on_ranks(4, JOB, "none", tmp_path)
-    for rank in range(4):
-        on_one_host, on_two_hosts = (torch.load(folder / f"rank {rank}") for folder in (tmp_path, job_folder))
-        torch.testing.assert_close(on_two_hosts, on_one_host, rtol=0, atol=0)
-
-
-@pytest.mark.usefixtures("job_folder")
-def test_both_hosts_report_a_cut_link(hosts: list[Host]) -> None:
-    """The host of the store reports the age of the other ranks' positions. The other host cannot reach the store, and
-    torchrun on that host still waits for the store."""
+    wait_until(lambda: all("torch.distributed.run" in command for command in processes_with(on_two_hosts).values()))
     assert hosts[0].torchrun.wait() != 0
     expected = (
         r"syncbn: a collective failed on rank [01] after \d+.\d s.\n"
@@ -116,3 +103,7 @@ def test_both_hosts_report_a_cut_link(hosts: list[Host]) -> None:
     )
     for host, pattern in zip(hosts, expected, strict=True):
         assert re.search(pattern, host.log.read_text()), host.log.read_text()
+    run_on_ranks(4, JOB, "none", on_one_host)
+    for rank in range(4):
+        actual, reference = (torch.load(folder / f"rank {rank}") for folder in (on_two_hosts, on_one_host))
+        torch.testing.assert_close(actual, reference, rtol=0, atol=0)
