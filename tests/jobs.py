@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-ON_TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
 # The tests may run under torchrun, but the programs are not ranks of that torchrun.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 # The slowest imports. A module that is not installed is skipped. syncbn is not in the list, because a script may change

@@ -59,7 +59,7 @@ def fit(name: str, folder: Path) -> None:
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    """The strategy ddp copies the model, and fsdp2 shards it. Both checkpoints equal that of nn.BatchNorm1d."""
+    """The strategy ddp copies the model, and fsdp2 shards it. Their checkpoints equal that of nn.BatchNorm1d."""
     run_script(Path(__file__), tmp_path / "one")
     # The variable tells Lightning that the ranks have been started.
     run_on_ranks(2, Path(__file__), tmp_path / "two", TORCHELASTIC_RUN_ID="1")

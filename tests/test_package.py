@@ -12,7 +12,7 @@ from jobs import run
 IMPORT = """
 import json, os, sys, tempfile, threading
 import torch, torch.distributed as dist
-import torch.distributed.nn.functional  # In older torch this import creates a temporary folder.
+import torch.distributed.nn.functional  # syncbn imports it. In older torch the import creates a folder.
 
 def resources():
     return threading.active_count(), len(os.listdir("/proc/self/fd")), os.listdir(tempfile.gettempdir())

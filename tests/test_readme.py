@@ -30,7 +30,7 @@ def test_programs_run_on_two_ranks(name: str, tmp_path: Path) -> None:
 
 
 def test_the_training_script_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
-    """One run of examples/train.py for two epochs prints and saves the same as two runs of one epoch."""
+    """Two runs of examples/train.py for one epoch print and save the same as a run for two epochs."""
     script, once, twice = ROOT / "examples/train.py", tmp_path / "once.pt", tmp_path / "twice.pt"
     command = script, "--images-per-rank", 25, "--epochs"
     both_epochs = run_on_ranks(2, *command, 2, "--checkpoint", once)
