@@ -68,22 +68,24 @@ def wait_until_position_is_written() -> None:
 
 
 def before_faulty_step(model: nn.Sequential) -> None:
-    if FAULT == "a group on one rank alone" and IS_LAST_RANK:
-        model.body.bn1.process_group = NUM_RANKS
-    if FAULT == "stopped for longer than the timeout" and IS_LAST_RANK:
-        send_signal(signal.SIGSTOP)
-    if FAULT == "sleeps" and IS_LAST_RANK:
-        time.sleep(34)  # longer than the 30 s after which the other rank warns
-    if FAULT == "fork after use" and IS_LAST_RANK:
-        call_in_forked_process(model)
     if FAULT == "replay":
-        replay_graph(model.body.bn2 if IS_LAST_RANK else model.body.bn1)
+        replay_graph(model.body.bn2 if IS_LAST_RANK else model.body.bn1)  # The graphs have different layers.
     if FOLDER:
         wait_until_position_is_written()
         gradients = [parameter.grad for parameter in model.parameters()]
         torch.save([gradients, *model.buffers()], Path(*FOLDER, f"rank {RANK}"))
     if FAULT == "link cut":  # The test cuts the link between two hosts when all ranks have saved their gradients.
         wait_until(Path(*FOLDER, "cut").exists)
+    if not IS_LAST_RANK:
+        return
+    if FAULT == "a group on one rank alone":
+        model.body.bn1.process_group = NUM_RANKS  # The next call creates this group, which is a collective.
+    if FAULT == "stopped for longer than the timeout":
+        send_signal(signal.SIGSTOP)
+    if FAULT == "sleeps":
+        time.sleep(34)  # longer than the 30 s after which the other rank warns
+    if FAULT == "fork after use":
+        call_in_forked_process(model)
 
 
 def call_in_forked_process(model: nn.Module) -> None:
@@ -101,7 +103,7 @@ def call_in_forked_process(model: nn.Module) -> None:
 
 @torch.no_grad()
 def replay_graph(layer: nn.Module) -> None:
-    """Capture a call of the layer in a CUDA graph and replay the graph."""
+    """Replay a call of the layer in a CUDA graph. The eager call after the replay raises the fault of the replay."""
     x, graph = torch.randn(4, 4), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         layer(x)
@@ -123,9 +125,9 @@ def train_two_models() -> None:
 
 def train() -> None:
     num_steps, channels = NUM_STEPS, 4
-    if IS_LAST_RANK and FAULT.startswith("one more step"):
+    if IS_LAST_RANK and FAULT == "one more step":
         num_steps += 1
-    if IS_LAST_RANK and FAULT.startswith("one batch less"):
+    if IS_LAST_RANK and FAULT == "one batch less, then a metric":
         num_steps -= 1
     if IS_LAST_RANK and FAULT == "channels":
         channels = 5
@@ -134,25 +136,25 @@ def train() -> None:
     syncbn.convert_syncbn_model(model)
     ddp = model  # The constructor of DistributedDataParallel would raise for other channels.
     if FAULT != "channels":
-        # With a broadcast of buffers ranks wait for a late rank in the broadcast; without a broadcast, in a layer.
+        # DDP broadcasts buffers before each forward. In these jobs ranks wait for a late rank there, not in a layer.
         broadcast_buffers = FAULT in ("one batch less, then a metric", "validates through DDP")
         ddp = DistributedDataParallel(model, broadcast_buffers=broadcast_buffers)
     for step in range(1, num_steps + 1):
         if step == FAULTY_STEP:
             before_faulty_step(model)
-        body.fault = FAULT if IS_LAST_RANK and step == FAULTY_STEP else ""
+        fault = body.fault = FAULT if IS_LAST_RANK and step == FAULTY_STEP else ""
         x = torch.randn(4, 3)
-        if body.fault == "NaN":
+        if fault == "NaN":
             x[0, 0] = torch.nan
-        if body.fault == "validates through DDP":
+        if fault == "validates through DDP":
             ddp.eval()(x)
             ddp.train()
         if FAULT == "one value" and step == FAULTY_STEP:
             x = x[:0] if IS_LAST_RANK else x[:1]  # one value per channel over both ranks
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=body.fault == "autocast"):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=fault == "autocast"):
             y = ddp(x)
-        if body.fault == "out of memory, caught":
-            continue
+        if fault == "out of memory, caught":
+            continue  # A program that catches the error of a forward skips the backward.
         y.square().mean().backward()
         y.detach().cpu()  # Wait for a GPU.
 
@@ -174,10 +176,8 @@ def main() -> None:
         train_two_models()
     train()
     if FAULT == "NaN" and IS_LAST_RANK:
-        time.sleep(3)  # On a GPU a thread, which polls once a second, warns of NaN.
-    if FAULT.endswith("a barrier"):
-        dist.barrier()
-    if FAULT.endswith("a metric"):
+        time.sleep(3)  # On a GPU the watchdog warns of NaN, and polls once a second.
+    if FAULT == "one batch less, then a metric":
         dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()  # after the end of DDP, see docs/rules.md
 

@@ -1,10 +1,19 @@
-"""Start programs for tests: under torchrun, or on ranks without torchrun, which start faster.
+"""Start programs for tests: commands, scripts, and scripts on ranks without torchrun, which start faster.
 
-The programs have no time limit. A test that hangs ends after the `timeout` in pyproject.toml.
+A script does not wait until torch is imported: a server process has imported torch, and forks for each script. Apart
+from these imports a script runs, and ends, as if Python had started it.
+
+Programs have no time limit. A test that hangs ends after the `timeout` in pyproject.toml.
 """
 
 import contextlib
+import functools
+import gc
+import importlib
+import json
 import os
+import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,19 +22,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
-from starter import Started
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-ON_TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+# The tests may run under torchrun, but the programs are not ranks of that torchrun.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+# The slowest imports. A module that is not installed is skipped. syncbn is not in the list, because a script may change
+# torch or the environment before it imports syncbn.
+PRELOADED = "torch.distributed.fsdp", "sklearn.datasets", "matplotlib.pyplot"
+# torch._dynamo imports triton. If objects of triton 3.9 are frozen, triton warns when the script ends.
+PRELOADED_AFTER_FREEZE = "torch._dynamo"
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    """Wait until `condition` returns true. **Raises** AssertionError after two minutes, enough for a busy machine."""
+def wait_until(condition: Callable[[], object], describe: Callable[[], str] = str) -> None:
+    """Wait until `condition` returns true. **Raises** AssertionError with the text of `describe` after two minutes,
+    enough for a busy machine."""
     deadline = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < deadline, "timed out after two minutes"
+        assert time.monotonic() < deadline, f"timed out after two minutes {describe()}"
         time.sleep(0.02)
 
 
@@ -38,15 +52,50 @@ def run(*command: object, folder: Path | None = None, **environment: str) -> str
     return result.stdout
 
 
+class Script:
+    """A Python script that runs with its arguments, in a session of its own. The end of the context kills the script
+    and the processes in its session."""
+
+    def __init__(self, *command: object, **environment: str) -> None:
+        self._temporary = tempfile.TemporaryDirectory()
+        self.folder = Path(self._temporary.name)
+        variables = ENVIRONMENT | environment
+        request = {"command": [*map(str, command)], "environment": variables, "folder": str(self.folder)}
+        print(json.dumps(request), file=_server().stdin, flush=True)
+        self.pid = int(_server().stdout.readline())
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative after a signal, or None while the script runs."""
+        status = self.folder / "status"
+        return int(status.read_text()) if status.exists() else None
+
+    def wait(self) -> int | None:
+        """Wait for the end of the script, and return the exit status."""
+        while self.poll() is None:
+            time.sleep(0.02)
+        return self.poll()
+
+    def output(self) -> str:
+        """Return the standard output and standard error so far."""
+        return (self.folder / "output").read_text()
+
+    def __enter__(self) -> "Script":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # The script has ended since the poll.
+                os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
+        self._temporary.cleanup()
+
+
 def run_script(*command: object, status: int = 0, **environment: str) -> str:
-    """Run a script on one process, without torchrun's variables, and return its output. **Raises** AssertionError with
-    the output if the exit status is not `status`."""
-    process = Started([*map(str, command)], ENVIRONMENT | environment)
-    try:
-        assert process.wait() == status, process.output()
-    finally:
-        process.kill()
-    return process.output()
+    """Run a script on one process, and return its output. **Raises** AssertionError with the output if the exit status
+    is not `status`."""
+    with Script(*command, **environment) as script:
+        assert script.wait() == status, script.output()
+        return script.output()
 
 
 def run_text(text: str, *arguments: object, status: int = 0, **environment: str) -> str:
@@ -58,21 +107,19 @@ def run_text(text: str, *arguments: object, status: int = 0, **environment: str)
 
 
 @contextlib.contextmanager
-def started_ranks(num_ranks: int, *command: object, **environment: str) -> Iterator[list[Started]]:
-    """Start a script with arguments on ranks, without torchrun. The end of a rank does not end the other ranks. Kill
-    the ranks at the end of the context, and then end their store."""
+def started_ranks(num_ranks: int, *command: object, **environment: str) -> Iterator[list[Script]]:
+    """Start a script on ranks, without torchrun. The end of a rank does not end the other ranks. At the end of the
+    context kill the ranks, and then end their store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    variables |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
-    ranks = []
-    try:
-        for rank in range(num_ranks):
-            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(Started([*map(str, command)], ENVIRONMENT | variables | environment))
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # Rank 0 then starts no second store.
+    variables |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in map(str, range(num_ranks)):
+            script = Script(*command, **(variables | {"RANK": rank, "LOCAL_RANK": rank} | environment))
+            ranks.append(stack.enter_context(script))
         yield ranks
-    finally:
-        for started in ranks:
-            started.kill()
 
 
 def run_on_ranks(num_ranks: int, *command: object, **environment: str) -> str:
@@ -85,8 +132,8 @@ def run_on_ranks(num_ranks: int, *command: object, **environment: str) -> str:
 
 
 def processes_with(path: Path) -> dict[int, str]:
-    """Return the command lines that contain `path`, by process id. (Each rank of torchrun has a session of its own, so
-    the session of torchrun does not contain the ranks.)"""
+    """Return the command lines that contain `path`, by process id. A Script has the command line of the server, without
+    the path, but ranks that torchrun starts have command lines of their own."""
     commands = {}
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -94,3 +141,54 @@ def processes_with(path: Path) -> dict[int, str]:
             if str(path) in command:
                 commands[int(file.parent.name)] = command
     return commands
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """Start the server, which ends with this process."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # A fork copies one thread only, so the server has no others.
+    return subprocess.Popen(
+        [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def _serve() -> list[str]:
+    """Fork a child for each request. The child forks the script, waits for the script and writes its exit status.
+
+    In a script, return the command of the script. In the server, return an empty list when the requests end.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel reaps the children of the server.
+    for line in sys.stdin:
+        request = json.loads(line)
+        folder = Path(request["folder"])
+        if os.fork():
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        script = os.fork()
+        if script:
+            print(script, flush=True)
+            status = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
+            (folder / "new status").write_text(str(status))
+            (folder / "new status").rename(folder / "status")  # `poll` could find an empty file if this wrote "status".
+            os._exit(0)
+        os.setsid()
+        output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        return list(request["command"])
+    return []
+
+
+if __name__ == "__main__":
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # Otherwise garbage collection at the end of each script would copy the memory of all objects.
+    importlib.import_module(PRELOADED_AFTER_FREEZE)
+    sys.argv = _serve()
+    if sys.argv:
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""Tests that the examples run with tiny settings, and that syncbn trains on two ranks as one process does."""
+"""Tests that the examples run with tiny settings, and that they train on two ranks as one process does."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,8 @@ def test_the_loss_curves_of_segmentation_seeds_are_those_of_one_process(tmp_path
 
 
 @pytest.mark.parametrize("settings", ["images --images 4", "shards"])
-def test_no_two_kinds_of_batch_norm_have_equal_test_errors(settings: str, tmp_path: Path) -> None:
+def test_each_kind_of_batch_norm_has_another_test_error(settings: str, tmp_path: Path) -> None:
+    """Equal errors would mean that two kinds normalise in the same way."""
     job = "evidence/local_batch_norm", *settings.split(), "--seeds", 1, "--epochs", 1
     errors = train_on_two_ranks(tmp_path, *job)["test errors in %"].values()
     assert len({str(error) for error in errors}) == len(errors)
@@ -78,6 +79,6 @@ def test_imagenet_learns_ten_classes_and_counts_each_validation_image_once(tmp_p
     tiny = "--image-size", 32, "--blocks", 1, 1, 1, 1, "--width", 8, "--workers", 0, "--smallest-crop", 0.8
     schedule = "--images-per-rank", 16, "--epochs", 12, "--warm-up", 1, "--learning-rate", 2, "--momentum", 0.8
     metrics = train_on_two_ranks(tmp_path, "imagenet", "--data", tmp_path / "data", *tiny, *schedule)
-    accuracy = metrics["epochs"][11]["top-1"]
-    assert accuracy > 0.4, "chance is 0.1"
-    assert accuracy * 49 == pytest.approx(round(accuracy * 49))
+    num_correct = metrics["epochs"][11]["top-1"] * 49
+    assert num_correct > 20, "chance is 5"
+    assert num_correct == pytest.approx(round(num_correct)), "the accuracy is not a fraction of 49 images"

@@ -6,8 +6,6 @@ faulty_job.py is the job, whose collectives have a timeout of 3 s. docs/when_ran
 import os
 import re
 import signal
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,22 +29,22 @@ class Fault(NamedTuple):
 
 
 def positions(rank_0: str, rank_1: str) -> str:
-    """Return a regular expression for the lines of two ranks. Whether a line has "last seen", an age and the error that
-    the rank has left with may depend on which rank fails first."""
+    """Return a regular expression for the lines of two ranks. A line may also have "last seen", the error that ended
+    the rank and the age of the position, depending on which rank fails first."""
     end = r"(; has left with .*)?(; written \S+ s ago)?\n"
     return f"rank 0: (last seen )?{rank_0}{end}rank 1: (last seen )?{rank_1}{end}"
 
 
 IN_BN1, IN_BN2 = "in body.bn1 forward, call 3", "in body.bn2 forward, call 3"
 AFTER_BN1, AFTER_STEP_2 = "after body.bn1 forward, call 3", "after body.bn1 backward, call 2"
-IN_STEP_7, AFTER_STEP_6 = "in body.bn1 forward, call 7", "after body.bn1 backward, call 6"
+# A rank may end before it has written its position.
 WITH_CHANNELS = r"(in body.bn1 forward, call 1; )?has called body.bn1 in Sequential with {} channels over ranks 0-1.*"
 IN_MODEL = "in layer '1' forward, call 3; number {} of layer '1' in Sequential"
+NOTHING = r"^\Z"
 ITS_PROCESS = r"; its process \(\d+\) "
 CAUSES = "Possible causes:\n- "
-OUTSIDE = r"a collective outside of syncbn's layers failed on rank \d\.\n"
 FAULTS = {
-    "none": Fault(r"^\Z", r"^\Z", num_successful=2),
+    "none": Fault(NOTHING, NOTHING, num_successful=2),
     "skips a layer": Fault(positions(IN_BN2, "in body.bn3 forward, call 3") + f"{CAUSES}A rank has left out a layer"),
     "out of memory, caught": Fault(
         positions("in body.bn3 backward, call 3", "in body.bn1 forward, call 4")
@@ -62,25 +60,29 @@ FAULTS = {
     "stopped for longer than the timeout": Fault(
         positions(IN_BN1, f"last seen {AFTER_STEP_2}{ITS_PROCESS}is stopped") + "A debugger or a signal"
     ),
-    # The numbers of batches differ.
+    # The numbers of batches differ. The other ranks have six.
     "one more step": Fault(
-        "", positions(f"{AFTER_STEP_6}; has left", IN_STEP_7) + f"{CAUSES}A rank has fewer batches", num_successful=1
+        "",
+        positions("after body.bn1 backward, call 6; has left", "in body.bn1 forward, call 7")
+        + f"{CAUSES}A rank has fewer batches",
+        num_successful=1,
     ),
-    "one more step, then a barrier": Fault(OUTSIDE + positions(AFTER_STEP_6, IN_STEP_7)),
     "one batch less, then a metric": Fault(  # The other two ranks wait in DistributedDataParallel's broadcast.
-        OUTSIDE + r"(ranks? .* body.bn1 .*\n)+(.*\n)*.*empty batch", num_ranks=3
+        r"a collective outside of syncbn's layers failed on rank 0\.\n(ranks? .* body.bn1 .*\n)+(.*\n)*.*empty batch",
+        num_ranks=3,
     ),
     # Rank 0 waits in a layer, and the last rank in DistributedDataParallel's broadcast before an evaluation.
     "validates through DDP": Fault(positions(IN_BN1, AFTER_STEP_2)),
     # The models or the inputs differ.
     "channels": Fault(
         "gloo::EnforceNotMet",  # gloo ends rank 0 before rank 0 can report.
-        # Rank 1 may notice the end of rank 0 before the sums of rank 0 arrive.
+        # Rank 1 raises the first error if the sums of rank 0 arrive before rank 0 ends, otherwise the second error.
         r"(sums of different sizes|a collective failed on rank 1 after .*)\.\n"
         + positions(WITH_CHANNELS.format(4), WITH_CHANNELS.format(5))
         + "Build the same model on every rank",
     ),
-    "two numbers of channels": Fault(  # The last rank records its error before gloo ends the rank.
+    # A function gets a weight of 3 values for 4 channels. The rank records its ValueError before gloo ends the rank.
+    "two numbers of channels": Fault(
         r"rank 1: (last seen )?in sync_batch_norm forward, call 1; .*has raised ValueError: expected 3 channels",
         "gloo::EnforceNotMet",
     ),
@@ -99,31 +101,18 @@ FAULTS = {
 }
 
 
-def run(name: str) -> tuple[list[int | None], list[str]]:
-    """Run the job with a fault, and return the exit status and the output of each rank."""
-    with started_ranks(FAULTS[name].num_ranks, JOB, name) as ranks:
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_ranks_report_the_fault_and_end(name: str) -> None:
+    fault = FAULTS[name]
+    with started_ranks(fault.num_ranks, JOB, name) as ranks:
         if name.startswith("stopped"):  # Continue the last rank after the error of rank 0.
             wait_until(lambda: "stopped" in process_state(ranks[-1].pid))
             ranks[0].wait()
             os.kill(ranks[-1].pid, signal.SIGCONT)
         statuses = [rank.wait() for rank in ranks]
+        outputs = [rank.output() for rank in ranks]
+    for pattern, output in zip((fault.first_output, fault.last_output), (outputs[0], outputs[-1]), strict=True):
         # torch may begin the lines of an error with the rank, such as "[rank1]: ".
-        return statuses, [re.sub(r"^(\[rank\d+\]: )+", "", rank.output(), flags=re.MULTILINE) for rank in ranks]
-
-
-@pytest.fixture(scope="module")
-def jobs(request: pytest.FixtureRequest) -> Iterator[dict[str, Future]]:
-    """Run the jobs of the selected tests. Two run at a time, because a job waits longer than it computes."""
-    threads = ThreadPoolExecutor(2)
-    selected = " ".join(item.name for item in request.session.items)
-    yield {name: threads.submit(run, name) for name in FAULTS if f"[{name}]" in selected}
-    threads.shutdown(cancel_futures=True)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_the_ranks_report_the_fault_and_end(jobs: dict[str, Future], name: str) -> None:
-    fault = FAULTS[name]
-    statuses, outputs = jobs[name].result()
-    assert re.search(fault.first_output, outputs[0]), outputs[0]
-    assert re.search(fault.last_output, outputs[-1]), outputs[-1]
+        text = re.sub(r"^(\[rank\d+\]: )+", "", output, flags=re.MULTILINE)
+        assert re.search(pattern, text), text
     assert statuses.count(0) == fault.num_successful

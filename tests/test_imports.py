@@ -16,8 +16,8 @@ ALLOWED = {
     "syncbn.ranks": ("syncbn.ranks", "syncbn.kernels", *LOWEST),
 }
 KNOW_DISTRIBUTED = "syncbn.ranks", "syncbn.torch_internals", "syncbn.testing", "syncbn.__main__"
-# Methods of layer.py import these modules when they are called: as in torch, the conversion is also a classmethod of
-# the layer; and a program may have replaced the forward of torch's class, which then runs like that of a subclass.
+# Methods of layer.py import these modules when they are called. Like torch's layer, the layer has a classmethod that
+# converts models. If a program has replaced the forward of torch's class, the layer calls it like that of a subclass.
 IMPORTED_IN_METHODS = {("syncbn.layer", "syncbn.convert"), ("syncbn.layer", "syncbn.subclasses")}
 
 
@@ -25,17 +25,20 @@ def module_name(file: Path) -> str:
     return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-TREES = {module_name(file): ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
-
-
-# Imports for type annotations count, too.
-IMPORTS: dict[str, set[str]] = {module: set() for module in TREES}
-for importer, tree in TREES.items():
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            modules = {name if name in TREES else node.module for name in names} & TREES.keys()
-            IMPORTS[importer] |= {module for module in modules if (importer, module) not in IMPORTED_IN_METHODS}
+# module -> dotted names of the modules and objects that it imports, also for type annotations
+NAMES: dict[str, list[str]] = {}
+for file in PACKAGE.rglob("*.py"):
+    names = NAMES[module_name(file)] = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names += [prefix + alias.name for alias in node.names]
+IMPORTS: dict[str, set[str]] = {module: set() for module in NAMES}  # module -> modules of syncbn that it imports
+for importer, names in NAMES.items():
+    for name in names:
+        module = name if name in NAMES else name.rpartition(".")[0]  # The name is a module, or an object in a module.
+        if module in NAMES and (importer, module) not in IMPORTED_IN_METHODS:
+            IMPORTS[importer].add(module)
 
 
 def test_there_are_no_import_cycles() -> None:
@@ -50,6 +53,6 @@ def test_kernels_and_ranks_import_only_lower_modules() -> None:
 
 
 def test_few_modules_import_torch_distributed() -> None:
-    for module, tree in TREES.items():
-        lines = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
-        assert module.startswith(KNOW_DISTRIBUTED) or "torch.distributed" not in " ".join(lines), module
+    for module, names in NAMES.items():
+        imported = [name for name in names if name.startswith("torch.distributed")]
+        assert imported == [] or module.startswith(KNOW_DISTRIBUTED), module

@@ -30,7 +30,7 @@ def test_programs_run_on_two_ranks(name: str, tmp_path: Path) -> None:
 
 
 def test_the_training_script_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
-    """One run of examples/train.py for two epochs prints and saves the same as two runs of one epoch."""
+    """Two runs of examples/train.py for one epoch print and save the same as a run for two epochs."""
     script, once, twice = ROOT / "examples/train.py", tmp_path / "once.pt", tmp_path / "twice.pt"
     command = script, "--images-per-rank", 25, "--epochs"
     both_epochs = run_on_ranks(2, *command, 2, "--checkpoint", once)
@@ -43,11 +43,11 @@ def test_the_training_script_resumes_as_if_never_interrupted(tmp_path: Path) -> 
 
 
 def test_the_block_that_joins_spawned_processes_runs() -> None:
-    run_block("works_with.md", "context = torch.multiprocessing.spawn", train=abs)  # abs(rank) raises no error
+    run_block("works_with.md", "context = torch.multiprocessing.spawn", train=abs)  # Each process calls train(rank).
 
 
 def test_an_installed_package_and_a_clone_find_their_kernels(tmp_path: Path) -> None:
-    """To save time, `pip install` gets a C++ compiler that copies the library of this clone."""
+    """To save time, the C++ compiler is a Python program that copies the library of this clone to its argument -o."""
     ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
     clone, installed = shutil.copytree(ROOT, tmp_path / "clone", ignore=ignored), tmp_path / "installed"
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", installed]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import ENVIRONMENT, TORCHRUN, processes_with, run_on_ranks
+from jobs import ENVIRONMENT, TORCHRUN, processes_with, run_on_ranks, wait_until
 
 JOB = Path(__file__).with_name("faulty_job.py")
 
@@ -27,7 +27,7 @@ class Host:
     def __init__(self, index: int, folder: Path) -> None:
         self.name, self.address = f"host{index}", f"10.213.0.{1 + index}"
         self.namespace, self.interface = f"syncbn-{os.getpid()}-{index}", f"sb{os.getpid()}-{index}"
-        self.log, self.agent = folder / f"log of {self.name}", None
+        self.log, self.torchrun = folder / f"log of {self.name}", None
 
     def start(self, *job: object) -> None:
         """Run the command of docs/training_script.md for several hosts, which is the same on each host."""
@@ -35,39 +35,39 @@ class Host:
         torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *rendezvous, *map(str, job)]
         set_host_name = ["unshare", "--uts", "sh", "-c", f'hostname {self.name} && exec "$@"', "sh"]
         command = ["ip", "netns", "exec", self.namespace, *set_host_name, *torchrun]
-        environment = ENVIRONMENT | {"COLLECTIVE_SECONDS": "5"}
         with self.log.open("w") as log:
-            self.agent = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            self.torchrun = subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log)
 
     def remove(self) -> None:
         """Remove the namespace, and kill the processes in it."""
         for process in ip(f"netns pids {self.namespace}").split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(process), signal.SIGKILL)
-        if self.agent is not None:
-            self.agent.wait()
+        if self.torchrun is not None:
+            self.torchrun.wait()
         ip(f"netns del {self.namespace}")
 
 
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[Host]]:
     """Create two hosts with a link between them."""
     if shutil.which("ip") is None:
         pytest.skip("ip, of the package iproute2, is not installed")
-    hosts = [Host(index, tmp_path_factory.mktemp("hosts")) for index in range(2)]
+    hosts = [Host(index, tmp_path) for index in range(2)]
     addresses = "\n".join(["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in hosts)])
     with contextlib.ExitStack() as stack:
         try:
             for host in hosts:
                 ip(f"netns add {host.namespace}")
                 stack.callback(host.remove)
-                folder = Path("/etc/netns") / host.namespace  # `ip netns exec` mounts hosts over /etc/hosts.
+                folder = Path("/etc/netns") / host.namespace
                 folder.mkdir(parents=True)
                 stack.callback(shutil.rmtree, folder)
-                (folder / "hosts").write_text(addresses)
-            ip(f"link add name {hosts[0].interface} type veth peer name {hosts[1].interface}")
+                (folder / "hosts").write_text(addresses)  # `ip netns exec` mounts this file over /etc/hosts.
+            first, second = hosts
+            ends = f"{first.interface} netns {first.namespace} type veth peer {second.interface}"
+            ip(f"link add {ends} netns {second.namespace}")
             for host in hosts:
-                ip(f"link set {host.interface} netns {host.namespace}")
                 ip(f"-n {host.namespace} addr add {host.address}/24 dev {host.interface}")
                 ip(f"-n {host.namespace} link set {host.interface} up")
                 ip(f"-n {host.namespace} link set lo up")
@@ -76,35 +76,22 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
         yield hosts
 
 
-@pytest.fixture(scope="module")
-def job_folder(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train on the hosts, and cut the link in the third step. Return the folder in which each rank saves its gradients
-    and buffers of the second step."""
-    folder = tmp_path_factory.mktemp("job")
-    for host in hosts:
-        host.start(JOB, "link cut", folder)
-    while len(list(folder.glob("rank ?"))) < 4:
-        assert all(host.agent.poll() is None for host in hosts), [host.log.read_text() for host in hosts]
-        time.sleep(0.1)
-    ip(f"-n {hosts[0].namespace} link set {hosts[0].interface} down")
-    (folder / "cut").touch()
-    while any("torch.distributed.run" not in command for command in processes_with(folder).values()):
-        time.sleep(0.1)  # until the processes of the four ranks have ended
-    return folder
-
-
-def test_two_hosts_train_as_one(job_folder: Path, tmp_path: Path) -> None:
-    run_on_ranks(4, JOB, "none", tmp_path)
-    for rank in range(4):
-        on_one_host, on_two_hosts = (torch.load(folder / f"rank {rank}") for folder in (tmp_path, job_folder))
-        torch.testing.assert_close(on_two_hosts, on_one_host, rtol=0, atol=0)
-
-
-@pytest.mark.usefixtures("job_folder")
-def test_both_hosts_report_a_cut_link(hosts: list[Host]) -> None:
+def test_two_hosts_train_as_one_and_both_report_that_their_link_is_cut(hosts: list[Host], tmp_path: Path) -> None:
     """The host of the store reports the age of the other ranks' positions. The other host cannot reach the store, and
     torchrun on that host still waits for the store."""
-    assert hosts[0].agent.wait() != 0
+    on_one_host, on_two_hosts = tmp_path / "one host", tmp_path / "two hosts"
+    for folder in (on_one_host, on_two_hosts):
+        folder.mkdir()
+    for host in hosts:
+        host.start(JOB, "link cut", on_two_hosts)
+    while len(list(on_two_hosts.glob("rank ?"))) < 4:  # In the third step each rank saves the results of the second.
+        assert all(host.torchrun.poll() is None for host in hosts), [host.log.read_text() for host in hosts]
+        time.sleep(0.1)
+    ip(f"-n {hosts[0].namespace} link set {hosts[0].interface} down")
+    (on_two_hosts / "cut").touch()
+    # The four ranks have ended when only torchruns remain.
+    wait_until(lambda: all("torch.distributed.run" in command for command in processes_with(on_two_hosts).values()))
+    assert hosts[0].torchrun.wait() != 0
     expected = (
         r"syncbn: a collective failed on rank [01] after \d+.\d s.\n"
         r"(.*ranks? [01].*: in body.bn1 forward, call 3(; .*)?\n)+"
@@ -116,3 +103,7 @@ def test_both_hosts_report_a_cut_link(hosts: list[Host]) -> None:
     )
     for host, pattern in zip(hosts, expected, strict=True):
         assert re.search(pattern, host.log.read_text()), host.log.read_text()
+    run_on_ranks(4, JOB, "none", on_one_host)
+    for rank in range(4):
+        actual, reference = (torch.load(folder / f"rank {rank}") for folder in (on_two_hosts, on_one_host))
+        torch.testing.assert_close(actual, reference, rtol=0, atol=0)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # A later import would keep a reference to the default group.
+import torch.distributed.nn.functional  # Default arguments there keep a group that exists at the import.
 from jobs import wait_until
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # A rank may be minutes late on a busy machine.
@@ -69,8 +69,7 @@ class World:
         if num_gpus:
             torch.cuda.set_device(device)
         self.ranks = Ranks(rank, size, device)
-        self.num_groups = 0
-        self.num_votes = 0
+        self.num_groups = self.num_votes = 0
 
     def create_group(self) -> None:
         """Create the default process group."""
@@ -122,10 +121,7 @@ class Reports(logging.Handler):
         def text() -> str:
             return self.store.get(f"reports of rank {rank}").decode()
 
-        try:
-            wait_until(lambda: re.search(expected, text()))
-        except AssertionError:
-            raise AssertionError(f"rank {rank} has reported {text()!r}, not {expected!r}") from None
+        wait_until(lambda: re.search(expected, text()), lambda: f"for {expected!r} in the log {text()!r}")
 
 
 world: World | None = None
@@ -138,7 +134,7 @@ def release_locals(error: BaseException | None) -> None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             with contextlib.suppress(RuntimeError):  # The frame is still running.
                 frame.clear()
-            frame.f_locals  # noqa: B018  # Before Python 3.13 this refreshes the snapshot of the local variables.
+            frame.f_locals  # noqa: B018  # Before Python 3.13 a frame has a copy of its locals, which this updates.
         error = error.__context__
     gc.collect()
 

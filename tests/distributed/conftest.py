@@ -33,26 +33,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def discard_graphs(request: pytest.FixtureRequest) -> None:
-    """Before a test that compiles, discard compiled graphs, and free the groups that errors of other tests keep alive:
-    Dynamo would trace the code that runs when a group is freed."""
+def reset_dynamo(request: pytest.FixtureRequest) -> None:
+    """Before a test that compiles, reset Dynamo and collect garbage. Otherwise Dynamo could trace the finalizer of a
+    group that an error of an earlier test has kept alive."""
     if request.node.get_closest_marker("compiles"):
         torch._dynamo.reset()
         gc.collect()
 
 
-# The owners of waiting times that are not in `report`.
-OWNERS: dict[str, object] = {"POLL_SECONDS": watchdog, "next_warning_seconds": Collective}
+# Waiting times are constants of the module `report`, except these.
+DEFINED_IN: dict[str, object] = {"POLL_SECONDS": watchdog, "next_warning_seconds": Collective}
 
 
 @pytest.fixture(autouse=True)
 def set_seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that sets waiting times by their names. By default an error waits 10 s for the positions of the
-    other ranks, longer than a rank waits for a core on a busy machine."""
+    other ranks, enough for a busy machine."""
 
     def set_by_name(**seconds: float) -> None:
         for name, value in seconds.items():
-            monkeypatch.setattr(OWNERS.get(name, report), name, value)
+            monkeypatch.setattr(DEFINED_IN.get(name, report), name, value)
 
     set_by_name(SETTLE_SECONDS=10.0)
     return set_by_name

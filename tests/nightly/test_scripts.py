@@ -37,13 +37,13 @@ def test_the_demo_draws_its_pictures(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_of_gpu_sh_passes(tmp_path: Path) -> None:
-    """A part may be skipped: compute-sanitizer is not installed, and Triton may be missing."""
+    """A dry run skips parts whose programs or packages are not installed, such as compute-sanitizer and Triton."""
     run_script(SCRIPTS / "gpu_run.py", "--dry-run", "--output", tmp_path)
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert parts.keys() == gpu_run.PARTS.keys()
     assert all(part["verdict"].startswith(("passed", "skipped: ")) for part in parts.values()), parts
-    for name in sum(gpu_run.DISTRIBUTED_TESTS, ()):  # A dry run does not run these tests.
-        assert (ROOT / f"tests/distributed/test_{name}.py").exists()
+    for names in gpu_run.DISTRIBUTED_TESTS:  # A dry run does not run these files.
+        assert all((ROOT / file).exists() for file in run_tests.distributed(names))
 
 
 @pytest.mark.parametrize(("selected", "passes"), [("good", True), ("bad", False), ("none", True)])

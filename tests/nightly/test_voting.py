@@ -4,7 +4,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from jobs import ENVIRONMENT, ON_TWO_RANKS
+from jobs import ENVIRONMENT, TORCHRUN
 
 CASES = """
 import pytest, torch, torch.distributed as dist, syncbn
@@ -44,7 +44,8 @@ OUTCOMES = {
 
 def test_a_failure_on_one_rank_is_a_failure_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
-    command = [*ON_TWO_RANKS, *f"--redirects 3 --log-dir {tmp_path} -m pytest -p voting -rA {tmp_path}".split()]
+    options = f"--standalone --nproc-per-node 2 --redirects 3 --log-dir {tmp_path}"
+    command = [*TORCHRUN, *f"{options} -m pytest -p voting -rA {tmp_path}".split()]
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     assert subprocess.run(command, env=environment, capture_output=True).returncode != 0
     logs = [path.read_text() for path in tmp_path.rglob("stdout.log")]
