@@ -1,4 +1,4 @@
-"""Time batch norm. Each part reports hardware, versions, date and command with its times, and has its own --help.
+"""Time batch norm. All parts report hardware, versions, date and command with the times, and have their own --help.
 
     python scripts/bench.py [layers]      layers compared with torch's and with a hand-written layer
     python scripts/bench.py kernels       each function of the kernels compared with a copy
@@ -25,7 +25,7 @@ def main() -> None:
     part = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "layers"
     if part not in PARTS:
         sys.exit(f"the parts are {', '.join(PARTS)}, got {part}")
-    sys.path.append(str(EXAMPLES))  # for the models of the training steps
+    sys.path.append(str(EXAMPLES))  # The steps train the models of the examples.
     module = importlib.import_module(f"benchmarks.{part}")
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(f"bench.py {part}", description=module.__doc__, formatter_class=formatter)

@@ -43,13 +43,13 @@ class Gpu(NamedTuple):
     programs: int  # thread blocks
 
 
-GPUS = {  # by compute capability
+GPUS = {  # compute capability -> limits
     80: Gpu(108, 164 << 10, 64, 32),  # A100
     86: Gpu(82, 100 << 10, 48, 16),  # RTX 3090
     90: Gpu(132, 227 << 10, 64, 32),  # H100
     120: Gpu(170, 100 << 10, 48, 24),  # RTX 5090
 }
-REGISTERS = 65536  # of a multiprocessor
+MULTIPROCESSOR_REGISTERS = 65536
 
 
 class Launch(NamedTuple):
@@ -94,7 +94,7 @@ def recorded(capability: int) -> Iterator[tuple[ModuleType, list[Launch]]]:
     launches: list[Launch] = []
 
     def record(source: Any, metadata: Any, x: int, y: int, z: int, stream: int, binary: bytes, *rest: Any) -> None:
-        arguments = rest[4:]  # The first four are metadata and hooks.
+        arguments = rest[4:]  # Arguments 0 to 3 are metadata and hooks.
         launches.append(Launch(metadata, binary, dict(zip(source.fn.arg_names, arguments, strict=False))))
 
     multiprocessors = GPUS[capability].multiprocessors if capability in GPUS else gpu.MULTIPROCESSORS
@@ -109,13 +109,13 @@ def recorded(capability: int) -> Iterator[tuple[ModuleType, list[Launch]]]:
 
 
 class Code(NamedTuple):
-    """Resources of a kernel, and what a thread executes in one iteration of its main loop. The main loop is the
-    shortest loop that loads from global memory, or the whole kernel if no loop does."""
+    """Resources of a kernel, and counts per thread in one iteration of the main loop. The main loop is the shortest
+    loop that loads from global memory, or the whole kernel if no loop loads."""
 
     registers: int
     spills: int  # loads and stores of spilled registers, in the whole kernel
     shared: int  # bytes of shared memory
-    instructions: int  # in the main loop, like all fields below
+    instructions: int  # This field and all below count the main loop.
     float64: int  # float64 instructions, without conversions
     conversions: int  # conversions to and from float64
     bytes: int  # loaded and stored
@@ -167,9 +167,9 @@ def programs_at_once(capability: int, launch: Launch, code: Code) -> int:
     machine, warps = GPUS[capability], launch.metadata.num_warps
     # A GPU allocates registers to a thread in eights, has 32 threads in a warp, and reserves 1 KiB of shared memory for
     # each program.
-    by_registers = REGISTERS // (math.ceil(code.registers / 8) * 8 * 32 * warps)
-    by_shared_memory = machine.shared_bytes // (code.shared + 1024)
-    return min(by_registers, by_shared_memory, machine.warps // warps, machine.programs)
+    register_limit = MULTIPROCESSOR_REGISTERS // (math.ceil(code.registers / 8) * 8 * 32 * warps)
+    shared_memory_limit = machine.shared_bytes // (code.shared + 1024)
+    return min(register_limit, shared_memory_limit, machine.warps // warps, machine.programs)
 
 
 def table(capability: int, shapes: list[str], dtypes: list[str]) -> Iterator[tuple[Case, str, Code, int]]:

@@ -140,7 +140,7 @@ def measure_memory(peer: Peer, case: Case, device: torch.device) -> dict[str, fl
 def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
     x, z, dy = draw(case, device)
     peers = make_peers(case, device)
-    # The first step of a process imports sympy, and this one is not timed.
+    # In the first step of a process torch imports sympy, so memory is measured before times.
     memory = {name: measure_memory(peer, case, device) for name, peer in peers.items()}
     calls = {name: partial(time_step, peer, x, z, dy) for name, peer in peers.items()}
     if dist.is_initialized():

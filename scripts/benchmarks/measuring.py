@@ -27,7 +27,7 @@ Rows = Mapping[str, Mapping[str, float]]  # row -> column -> value
 class Case(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
-    channels_last: bool  # of three dims: the shape is (N, L, C); of four or five: the memory format is channels last
+    channels_last: bool  # Three dims are (N, L, C). Four or five dims have the memory format channels last.
     fused: bool = False  # Add a residual and apply relu.
 
     @property
@@ -68,8 +68,8 @@ def draw(case: Case, device: torch.device) -> list[Tensor]:
 
 
 def time_stages(device: torch.device, *stages: Callable[..., Any]) -> list[float]:
-    """Return the milliseconds of each stage, on this CPU thread or on the GPU's current stream. The first stage has no
-    argument. Each other stage gets the result of the previous stage."""
+    """Return the milliseconds of each stage, on this CPU thread or on the GPU's current stream. A stage gets the
+    result of the stage before; the first stage gets nothing."""
     stream = torch.cuda.current_stream() if device.type == "cuda" else None
     if stream:
         torch.cuda.synchronize(device)
