@@ -1,4 +1,4 @@
-"""Print the errors of one training step on inputs that lose digits, relative to float64 of the same input.
+"""Print the errors of one training step on inputs for which formulas lose digits, compared with float64.
 
     python scripts/accuracy.py
 

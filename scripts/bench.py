@@ -1,4 +1,4 @@
-"""Time batch norm. A PART prints its conditions, and has its own --help.
+"""Time batch norm. All parts report hardware, versions, date and command with the times, and have their own --help.
 
     python scripts/bench.py [layers]      layers compared with torch's and with a hand-written layer
     python scripts/bench.py kernels       each function of the kernels compared with a copy
@@ -12,7 +12,9 @@ Layers and steps also run on several ranks, under torchrun. Compare times of one
 import argparse
 import importlib
 import sys
+from pathlib import Path
 
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PARTS = ("layers", "kernels", "guard", "steps", "gpu")
 
 
@@ -23,9 +25,10 @@ def main() -> None:
     part = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "layers"
     if part not in PARTS:
         sys.exit(f"the parts are {', '.join(PARTS)}, got {part}")
+    sys.path.append(str(EXAMPLES))  # The steps train the models of the examples.
     module = importlib.import_module(f"benchmarks.{part}")
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"bench.py {part}", description=module.__doc__, formatter_class=raw)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(f"bench.py {part}", description=module.__doc__, formatter_class=formatter)
     module.add_arguments(parser)
     sys.exit(module.run(parser.parse_args(arguments)))
 

@@ -4,8 +4,8 @@
     python scripts/break_places.py --seed 41        other lines
 
 A seed draws the same mutations until the package changes, so run the script before and after a change of the tests.
-Judge each mutation that is not caught: it may change no result. (cosmic-ray and mutmut mutate no C++, draw no sample,
-and cannot run tests under torchrun.)
+Judge each mutation that is not caught: it may change no result. (cosmic-ray and mutmut mutate no C++, cannot mutate a
+random sample of the lines, and cannot run tests under torchrun.)
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from build_kernels import LIBRARY, build
-from run_tests import INTERPRETED, STARTS_PROGRAMS, TORCHRUN, test_file
+from run_tests import INTERPRETED, TORCHRUN, program_tests, to_paths
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_MUTATIONS = 40
@@ -30,15 +30,18 @@ SWAPS = {
     "*": "/", "/": "*", "//": "*", "and": "or", "or": "and", "&&": "||", "||": "&&", "is": "is not", "is not": "is",
     "not in": "in", "True": "False", "False": "True",
 }  # fmt: skip
-RULES: list[tuple[str, Callable[[str], str]]] = [  # pattern of a line -> replacement of group 1
-    (r"(?<= )(is not|not in|is|and|or|[-+*/<>=!&|]+)(?= )", lambda text: SWAPS.get(text, text)),
+Rule = tuple[str, Callable[[str], str]]  # regular expression of a line, function that returns the new text of group 1
+SWAP: Rule = (r"(?<= )(is not|not in|is|and|or|[-+*/<>=!&|]+)(?= )", lambda text: SWAPS.get(text, text))
+PYTHON_RULES: list[Rule] = [
+    SWAP,
     (r"\b(True|False)\b", lambda text: SWAPS[text]),
     (r"(?<![\w.])(\d+)(?![\w.])", lambda text: str(int(text) + 1)),
     (r"^ +(?:el)?if (.*):$", lambda text: f"not ({text})"),
     (r"^ +([\w.]+\(.*\))$", lambda text: "pass"),  # a call whose result is not used
 ]
 IGNORED = re.compile(r"\s*(@|def |class |import |from |raise |assert |template|static_assert|using |#)")
-STARTED = re.compile(r"^tests/\S+::.*?(?= (?:[A-Z]{5,}|Fatal) | *$)", re.MULTILINE)  # name of a test in a log
+# A test's name in the output of `pytest -v`, up to PASSED, FAILED, "Fatal Python error" or the end of the line.
+STARTED = re.compile(r"^tests/\S+::.*?(?= (?:[A-Z]{5,}|Fatal) | *$)", re.MULTILINE)
 
 
 class Mutation(NamedTuple):
@@ -49,20 +52,21 @@ class Mutation(NamedTuple):
 
 
 def mutations(path: Path) -> Iterator[Mutation]:
-    """Yield every mutation of a file of Python or C++, except of lines with a string."""
-    rules, comment = (RULES, r"\s+# ") if path.suffix == ".py" else (RULES[:1], r"\s*// ")
+    """Yield every mutation of a file of Python or C++. Top-level lines and lines with a string have none."""
+    rules, comment = (PYTHON_RULES, r"\s+# ") if path.suffix == ".py" else ([SWAP], r"\s*// ")
     is_docstring = False
     for number, old in enumerate(path.read_text().splitlines(), 1):
         if old.count('"""') == 1:
             is_docstring = not is_docstring
         code = re.split(comment, old)[0]
-        if code.startswith(" ") and not (is_docstring or '"' in code or IGNORED.match(code)):
-            for pattern, replace in rules:
-                for match in re.finditer(pattern, code):
-                    start, end = match.span(1)
-                    new = old[:start] + replace(old[start:end]) + old[end:]
-                    if new != old:
-                        yield Mutation(path.relative_to(ROOT).as_posix(), number, old, new)
+        if is_docstring or not code.startswith(" ") or '"' in code or IGNORED.match(code):
+            continue
+        for expression, replace in rules:
+            for match in re.finditer(expression, code):
+                start, end = match.span(1)
+                new = old[:start] + replace(old[start:end]) + old[end:]
+                if new != old:
+                    yield Mutation(path.relative_to(ROOT).as_posix(), number, old, new)
 
 
 def draw(seed: int) -> list[Mutation]:
@@ -74,14 +78,17 @@ def draw(seed: int) -> list[Mutation]:
 def failing_test(tests: list[str], folder: Path) -> str:
     """Return the first test that fails, crashes or hangs in the folder, "an import" if no test starts, or ""."""
     pytest = "pytest -x -v -p no:cacheprovider --timeout=600 --timeout-method=thread"
-    environment = os.environ | {"PYTHONPATH": f"{folder}:tests"}
     if tests[0].startswith("tests/distributed"):
         pytest = f"{TORCHRUN} 2 -m {pytest} -p voting"
-    if "triton" in tests:
+    environment = os.environ | {"PYTHONPATH": f"{folder}:tests"}
+    if "triton" in tests:  # selected by -m
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", *pytest.split(), *tests]
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
-    return ["an import", *STARTED.findall(run.stdout)][-1] if run.returncode else ""
+    if run.returncode == 0:
+        return ""
+    started = STARTED.findall(run.stdout)
+    return started[-1] if started else "an import"
 
 
 def caught_by(mutation: Mutation, copy: Path) -> str:
@@ -95,12 +102,13 @@ def caught_by(mutation: Mutation, copy: Path) -> str:
             build(copy, copy / LIBRARY)
         except subprocess.CalledProcessError:
             return "the compiler"
-    files = {path.relative_to(copy).as_posix() for path in copy.glob("tests/test_*.py")}
-    files -= {*map(test_file, " ".join(STARTS_PROGRAMS.values()).split())}
-    tests_of_file = files & {test_file(path.stem), test_file(path.parent.name)}
-    interpreted = [*map(test_file, INTERPRETED), "-m", "triton"] if "gpu" in path.name else []
-    for tests in interpreted, sorted(tests_of_file), ["tests/distributed"], sorted(files - tests_of_file):
-        test = failing_test(tests, copy) if tests else ""
+    tests = {file.relative_to(copy).as_posix() for file in copy.glob("tests/test_*.py")} - {*program_tests()}
+    tests_of_file = tests & {*to_paths([path.stem, path.parent.name])}  # A kernel's tests are in test_kernels.py.
+    jobs = [sorted(tests_of_file), ["tests/distributed"], sorted(tests - tests_of_file)]
+    if "gpu" in path.name:
+        jobs.insert(0, [*to_paths(INTERPRETED), "-m", "triton"])
+    for job in jobs:
+        test = failing_test(job, copy) if job else ""
         if test.startswith("tests/") and failing_test([test], ROOT):
             sys.exit(f"{test} fails without the mutation, too")
         if test:

@@ -51,14 +51,14 @@ class KernelsHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build the library in the source tree, before hatchling makes a wheel or an editable install."""
         root = Path(self.root)
-        if version == "editable":  # The folder on the path has only the package, so `import tests` fails.
+        if version == "editable":  # The folder on Python's path has the package alone, without tests and examples.
             link = root / EDITABLE
             link.parent.mkdir(parents=True, exist_ok=True)
             if not link.is_symlink():
                 link.symlink_to(Path("..", "..", "syncbn"), target_is_directory=True)
         try:
             if not sys.platform.startswith("linux"):
-                raise OSError(f"they are for Linux, not for {sys.platform}")
+                raise OSError(f"the kernels are for Linux, not for {sys.platform}")
             build(root, root / LIBRARY, [*FLAGS, "-Wl,--strip-all"])
         except (OSError, subprocess.CalledProcessError) as error:
             self.app.display_warning(f"syncbn is built without its kernels for CPUs: {error}")

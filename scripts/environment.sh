@@ -1,6 +1,6 @@
-# The other scripts source this file. `prepare_environment EXTRA...` puts the Python of .venv first on PATH, which has syncbn
-# with these extras of pyproject.toml. The first call makes .venv. If pip reaches no index and python3 has torch, `python` is
-# python3, without the extras.
+# The other scripts source this file. `prepare_environment EXTRA...` makes .venv if it is missing, installs syncbn there with
+# these extras of pyproject.toml, and puts .venv/bin first on PATH. If .venv is missing, pip reaches no index and python3 has
+# torch, the scripts use python3 as it is, without the extras.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # Ranks share the cores.
@@ -19,7 +19,7 @@ prepare_environment() {
         python3 -m venv .venv
     fi
     export PATH="$PWD/.venv/bin:$PATH"
-    # The first line of .venv/prepared is the checksum of the installed files. Each other line is an installed extra.
+    # .venv/prepared has the checksum of the files at the last installation, and a line for each installed extra.
     if [[ "$(head -n 1 .venv/prepared 2>/dev/null)" != "$wanted" ]]; then
         install_pinned hatchling
         install_pinned --no-build-isolation --editable .
@@ -32,8 +32,8 @@ prepare_environment() {
     done
 }
 
-# Install Triton (0.6 GB), whose interpreter runs the GPU kernels on CPUs in tests. constraints.txt leaves out Triton, because a
-# torch for GPUs brings its own version. (The interpreter of Triton 3.6 needs a numpy before 2.4.)
+# Install Triton (0.6 GB), whose interpreter runs the GPU kernels on CPUs in tests. The version is not in constraints.txt,
+# because a torch for GPUs requires its own. (The interpreter of Triton 3.6 needs a numpy before 2.4.)
 prepare_triton() {
     [[ ! -x .venv/bin/pip ]] || python -c 'import triton' 2>/dev/null || install_pinned --no-deps triton==3.6.0
 }

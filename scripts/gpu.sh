@@ -3,7 +3,7 @@
 # no network is needed, and parts that need other packages are skipped. Without a GPU, try scripts/gpu.sh --dry-run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-[[ ! " $* " =~ " "(-h|--help)" " ]] || exec python3 scripts/gpu_run.py --help
+[[ ! " $* " =~ " "(-h|--help)" " ]] || exec python3 scripts/gpu_run.py --help # installs nothing
 prepare_environment test
 
 unset TRITON_INTERPRET
@@ -11,4 +11,4 @@ if [[ " $* " != *" --dry-run "* ]] && ! python3 -c 'import sys, torch; sys.exit(
     echo "torch sees no GPU here; scripts/test.sh is for machines without one, or --dry-run" >&2
     exit 1
 fi
-exec python3 scripts/gpu_run.py --seconds $((530 - SECONDS)) "$@"
+exec python3 scripts/gpu_run.py --seconds $((530 - SECONDS)) "$@" # SECONDS counts from the start of this script.

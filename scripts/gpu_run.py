@@ -5,14 +5,13 @@
     scripts/gpu.sh --parts layers steps
 
 The most informative parts come first. All parts have time limits, and --seconds limits all parts together. A
-part is skipped, with a reason, if a package, a program or the GPU is missing. After each part the script writes
-gpu.json (verdicts and results) and gpu.log (the output of all programs) to --output. The exit status is 1 if a part
-failed. This file imports only the standard library, so that it can report missing packages.
+part is skipped, with a reason, if a package or a program is missing, or no time is left. After each part the script
+writes gpu.json (verdicts and results) and gpu.log (the output of the programs) to --output. The exit status is 1 if a
+part failed. This file imports only the standard library, so that it can report missing packages.
 """
 
 import argparse
 import contextlib
-import functools
 import importlib.util
 import json
 import os
@@ -25,30 +24,35 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from run_tests import TORCHRUN, distributed
+from run_tests import TORCHRUN, to_paths
 from run_tests import Part as Program
 
-DRY_RUN_FACTOR = 40  # A dry run has longer limits, for an interpreter on busy cores.
-SCRIPTS = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
+DRY_RUN_FACTOR = 40  # A dry run multiplies all limits, because Triton's interpreter is slow.
 ONE_GPU = {"TESTS_BACKEND": "nccl", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "VERSION"}
-# Fault of rank 1 in tests/faulty_job.py -> patterns that the output of rank 0 and of rank 1 must match.
 OTHER_LAYERS = r"rank 0: in body\.bn2 forward, call 3.*\n.*rank 1: in body\.bn3 forward, call 3"
+OTHER_MODELS = r"number 1 of layer '1' in Sequential\n.*rank 1: .*number 2 of layer '1'"
 OTHER_GRAPHS = r"rank 0: in body\.bn1 forward, in a CUDA graph.*\n.*rank 1: in body\.bn2 forward, in a CUDA graph"
+OTHER_DTYPES = "have inputs of different dtypes"
 BAD_ARGUMENT = r"another rank failed in body\.bn2 forward, call 3\.\n.*rank 1: ValueError: expected 4 channels"
 ONE_VALUE = "Expected more than 1 value per channel when training, got 1 over all ranks"
+DDP_ERROR = "Expected to have finished reduction"
+ANYTHING = ""
+# Fault of rank 1 in tests/faulty_job.py -> regular expressions that the outputs of rank 0 and of rank 1 must match.
 FAULTS = {
-    "kill -9 in forward": ("rank 1: .*its process", ""),
-    "sleeps": ("rank 0 has waited", ""),
-    "skips a layer": ("", f"{OTHER_LAYERS}|Expected to have finished reduction"),  # DDP may raise its own error first.
+    "kill -9 in forward": ("rank 1: .*its process", ANYTHING),
+    "sleeps": ("rank 0 has waited", ANYTHING),
+    "skips a layer": (ANYTHING, f"{OTHER_LAYERS}|{DDP_ERROR}"),  # DDP may raise its error first.
     "another order": (OTHER_LAYERS, OTHER_LAYERS),
-    "autocast": ("have inputs of different dtypes",) * 2,
-    "two models, another order": (r"number 1 of layer '1' in Sequential\n.*rank 1: .*number 2 of layer '1'",) * 2,
+    "autocast": (OTHER_DTYPES, OTHER_DTYPES),
+    "two models, another order": (OTHER_MODELS, OTHER_MODELS),
     "bad argument": (BAD_ARGUMENT, "ValueError: body.bn2: expected 4 channels"),
     "one value": (ONE_VALUE, ONE_VALUE),
-    "NaN": ("", r"NaN or infinity in the input of body\.bn1 forward, call 3 on rank 1"),
+    "NaN": (ANYTHING, r"NaN or infinity in the input of body\.bn1 forward, call 3 on rank 1"),
     "replay": (OTHER_GRAPHS, OTHER_GRAPHS),
 }
 DISTRIBUTED_TESTS = ("ddp", "promises"), ("recipes", "groups", "running_stats")  # two jobs of equal length
@@ -59,19 +63,18 @@ class Skip(Exception):  # noqa: N818  # not an error
 
 
 class Part:
-    """The time limit, the programs and the results of a part."""
+    """The programs and the results of a part, with its time limit."""
 
     def __init__(self, folder: Path, seconds: float, dry_run: bool) -> None:
-        self.folder, self.seconds, self.dry_run, self.is_late = folder, seconds, dry_run, False
-        self.deadline = time.monotonic() + seconds
+        self.folder, self.seconds, self.dry_run = folder, seconds, dry_run
+        self.deadline, self.is_late = time.monotonic() + seconds, False
         self.programs: list[Program] = []
-        self.results: list[dict[str, Any]] = []
+        self.results: list[dict[str, Any]] = []  # The part has failed if a result has "ok": False.
         self.notes: list[str] = []  # appended to the verdict
 
     def start(self, module: str, *arguments: object, prefix: tuple[str, ...] = (), **environment: str) -> Program:
-        """Start a Python module. `prefix` is a program that runs Python."""
-        interpreted = {"TRITON_INTERPRET": "1"} if self.dry_run else {}
-        program = Program(module, module, *map(str, arguments), **(interpreted | environment))
+        """Start a Python module, by the command `prefix` if there is one."""
+        program = Program(module, module, *map(str, arguments), **environment)
         program.command = [*prefix, *program.command]
         program.log = self.folder / f"{len(self.programs)}.log"
         program.start()
@@ -80,7 +83,6 @@ class Part:
 
     def start_pytest(self, *arguments: str, ranks: int = 1, **options: Any) -> Program:
         """Start pytest, under torchrun if there are several ranks."""
-        needs("pytest", "pytest_timeout")
         pytest = "pytest -v --tb=short -p no:cacheprovider"
         if ranks > 1:
             pytest = f"{TORCHRUN} {ranks} -m {pytest} -p voting"
@@ -88,33 +90,27 @@ class Part:
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
         """Wait until all programs have ended, `until` returns True, or the time is over. Then end the programs."""
-        while any(program.process.poll() is None for program in self.programs) and not (self.is_late or until()):
+        while any(program.process.poll() is None for program in self.programs) and not until():
+            if time.monotonic() > self.deadline:
+                self.is_late = True
+                break
             time.sleep(0.1)
-            self.is_late = time.monotonic() > self.deadline
         self.end()
 
     def end(self) -> None:
         for program in self.programs:
-            program.end(seconds=10)  # A call of the GPU's driver may never end.
+            program.end(seconds=10)
 
     def verdict(self) -> str:
         failed = [result for result in self.results if not result.get("ok", True)]
+        statuses = [program.process.returncode for program in self.programs if program.process.returncode]
         if failed:
             return f"failed: {len(failed)} of {len(self.results)}, first {json.dumps(failed[0])[:300]}"
-        statuses = [program.process.returncode for program in self.programs if program.process.returncode]
+        verdict = f"failed with exit status {statuses[0]}" if statuses else "passed"
         if self.is_late:
             verdict = f"took longer than {self.seconds:.0f} s, {len(self.results)} results"
-        else:
-            verdict = f"failed with exit status {statuses[0]}" if statuses else "passed"
         notes = [program.summary() for program in self.programs if "pytest" in program.name] + self.notes
         return f"{verdict}: {'; '.join(notes)}" if notes else verdict
-
-
-def needs(*packages: str) -> None:
-    """Raise Skip if a package is missing."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise Skip(f"needs {', '.join(missing)}")
 
 
 def machine(part: Part) -> None:
@@ -132,12 +128,13 @@ def machine(part: Part) -> None:
 def correctness(part: Part) -> None:
     """Test the kernels against the reference, and sizes, launches, graphs and streams that only a GPU has.
 
-    Every dtype has its own process, because the processes compile at the same time.
+    Tests of each dtype, and those without a dtype, have their own process, so that the processes compile at once.
     """
-    needs("triton")
-    dtypes = "torch.float32", "torch.bfloat16", "torch.float16", "torch.float64", "not torch"
-    for name in ["test_forward_and_backward and torch.float32"] if part.dry_run else dtypes:
-        part.start_pytest("tests/test_kernels.py", "tests/test_triton.py", "-m", "triton", "-k", name)
+    selections = ["torch.float32", "torch.bfloat16", "torch.float16", "torch.float64", "not torch"]
+    if part.dry_run:
+        selections = ["test_forward_and_backward and torch.float32"]
+    for selection in selections:
+        part.start_pytest("tests/test_kernels.py", "tests/test_triton.py", "-m", "triton", "-k", selection)
     part.start_pytest("tests/test_gpu.py")
     part.wait()
 
@@ -152,7 +149,7 @@ def start_ranks(part: Part, fault: str) -> list[Program]:
     return [part.start("faulty_job", fault, **environment, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
 
 
-@functools.cache
+@cache
 def nccl_refusal() -> str:
     """Return why nccl refuses two ranks on this GPU, or "" if nccl accepts them."""
     with tempfile.TemporaryDirectory() as folder:
@@ -170,9 +167,9 @@ def faults(part: Part) -> None:
     jobs = {fault: start_ranks(part, fault) for fault in FAULTS if not (part.dry_run and fault == "replay")}
 
     def missing(fault: str) -> list[str]:
-        """Return the patterns that the output of the ranks does not match yet."""
+        """Return the expressions that the outputs of the ranks do not match yet."""
         pairs = zip(FAULTS[fault], jobs[fault], strict=True)
-        return [pattern for pattern, rank in pairs if not re.search(pattern, rank.text())]
+        return [expected for expected, rank in pairs if not re.search(expected, rank.text())]
 
     part.wait(until=lambda: not any(missing(fault) for fault in jobs))
     for fault, ranks in jobs.items():
@@ -183,30 +180,30 @@ def faults(part: Part) -> None:
 
 def ranks(part: Part) -> None:
     """Run tests on two ranks that share the GPU, under nccl if nccl accepts them, otherwise under gloo."""
-    refusal = "" if part.dry_run else nccl_refusal()
-    if refusal or part.dry_run:
-        options, environment = [], {"TESTS_BACKEND": "gloo"}
+    jobs, options, environment = DISTRIBUTED_TESTS, [], {"TESTS_BACKEND": "gloo"}
+    if part.dry_run:
+        jobs = [("devices",)]
+    elif refusal := nccl_refusal():
+        part.notes.append(refusal)
     else:  # torch 2.11's nccl crashes when a group of ranks on one GPU is split, as a DeviceMesh or a DTensor does.
         options, environment = ["-k", "not dtensor"], ONE_GPU
-    for names in [["devices"]] if part.dry_run else DISTRIBUTED_TESTS:
-        part.start_pytest(*distributed(names), *options, ranks=2, **environment)
-    part.notes.append(f"under {environment['TESTS_BACKEND']} {refusal}")
+    for names in jobs:
+        part.start_pytest(*to_paths(names, "tests/distributed"), *options, ranks=2, **environment)
+    part.notes.append(f"under {environment['TESTS_BACKEND']}")
     part.wait()
 
 
-def benchmark(command: str, part: Part, dry_run_options: str = "--dry-run") -> None:
-    """Run a part of bench.py, print its tables and keep the times that it writes."""
-    needs("rich", "PIL")
-    options = dry_run_options.split() if part.dry_run else []
-    program = part.start("bench", *command.split(), *options, "--output", part.folder)
+def benchmark(command: str, dry_run_command: str, part: Part) -> None:
+    """Run bench.py with these arguments, print its tables and keep the times that it writes."""
+    arguments = dry_run_command if part.dry_run else command
+    program = part.start("bench", *arguments.split(), "--output", part.folder)
     part.wait()
     print(program.text(), end="")
     part.results += [json.loads(file.read_text()) for file in part.folder.glob("*.json")]
 
 
 def sanitizer(part: Part) -> None:
-    """Look for loads and stores outside of the tensors, at ragged sizes."""
-    needs("triton")
+    """Look for loads and stores outside of the tensors."""
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if program is None:
         raise Skip("compute-sanitizer is not installed")
@@ -217,30 +214,34 @@ def sanitizer(part: Part) -> None:
     part.results.append({"ok": "ERROR SUMMARY: 0 errors" in pytest.text()})
 
 
-BIG_SHAPES = "layers --dtypes bfloat16 float32 --rounds 15 --shapes 32x64x112x112 32x256x56x56 32x512x14x14 32x2048x7x7"
-TINY_SHAPES = "--rounds 2 --shapes 2x8x3x3"
-PARTS: dict[str, tuple[Callable[[Part], None], float]] = {  # name -> function, limit in seconds
-    "machine": (machine, 40),
-    "correctness": (correctness, 110),
-    "faults": (faults, 120),
-    "layers": (functools.partial(benchmark, "gpu layers"), 50),
-    "steps": (functools.partial(benchmark, "gpu steps"), 100),
-    "passes": (functools.partial(benchmark, BIG_SHAPES, dry_run_options=TINY_SHAPES), 90),
-    "ranks": (ranks, 140),
-    "sanitizer": (sanitizer, 60),
+LARGE = "layers --dtypes bfloat16 float32 --rounds 15 --shapes 32x64x112x112 32x256x56x56 32x512x14x14 32x2048x7x7"
+TINY = "layers --rounds 2 --shapes 2x8x3x3"
+PARTS: dict[str, tuple[Callable[[Part], None], float, str]] = {  # name -> function, limit in seconds, needed packages
+    "machine": (machine, 40, ""),
+    "correctness": (correctness, 110, "pytest pytest_timeout triton"),
+    "faults": (faults, 120, ""),
+    "layers": (partial(benchmark, "gpu layers", "gpu layers --dry-run"), 50, "rich"),
+    "steps": (partial(benchmark, "gpu steps", "gpu steps --dry-run"), 100, "rich numpy PIL"),
+    "passes": (partial(benchmark, LARGE, TINY), 90, "rich"),
+    "ranks": (ranks, 140, "pytest pytest_timeout"),
+    "sanitizer": (sanitizer, 60, "pytest pytest_timeout triton"),
 }
 
 
 def run_part(name: str, seconds: float, dry_run: bool, all_logs: TextIO) -> dict[str, Any]:
-    """Run a part until all its programs have ended, print its verdict, and return the verdict with the results."""
+    """Run a part until its programs have ended, print its verdict, and return the verdict with the results."""
     print(f"== {name}", flush=True)
     start = time.monotonic()
+    function, _, packages = PARTS[name]
+    missing = [package for package in packages.split() if importlib.util.find_spec(package) is None]
     with tempfile.TemporaryDirectory() as folder:
         part = Part(Path(folder), seconds, dry_run)
         try:
             if seconds < 10:
                 raise Skip("no time is left")
-            PARTS[name][0](part)
+            if missing:
+                raise Skip(f"needs {', '.join(missing)}")
+            function(part)
             verdict = part.verdict()
         except Skip as reason:
             verdict = f"skipped: {reason}"
@@ -268,10 +269,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # The exit ends the programs of the part.
     factor = DRY_RUN_FACTOR if arguments.dry_run else 1
     deadline = time.monotonic() + arguments.seconds * factor
-    root, output = SCRIPTS.parent, arguments.output.resolve()
-    os.chdir(root)
-    os.environ["PYTHONPATH"] = f"{root}:{root}/tests:{root}/scripts:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    output = arguments.output.resolve()
+    os.chdir(ROOT)
+    folders = [ROOT, ROOT / "tests", ROOT / "scripts", os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, folders))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if arguments.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"
     output.mkdir(parents=True, exist_ok=True)
     outcomes: dict[str, dict[str, Any]] = {}
     with (output / "gpu.log").open("w") as all_logs:

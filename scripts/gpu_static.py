@@ -3,20 +3,18 @@
     python scripts/gpu_static.py                            tables of sm_90; a minute or two
     python scripts/gpu_static.py --capability 86 --shapes 32x512x14x14
 
-Calls the kernels of syncbn/kernels/gpu.py on meta tensors, with a Triton driver that compiles for the chosen GPU and
-launches nothing. The tables are about the launch of each function that covers the whole tensor. `Code` describes the
+Calls the functions of syncbn/kernels/gpu.py on meta tensors, with a Triton driver that compiles for the chosen GPU and
+launches nothing. Of each function the tables have the kernel that processes the whole tensor. `Code` describes the
 columns; the last column is the number of programs that fit on a multiprocessor. Measured times are in docs/gpu.md.
 """
 
 import argparse
 import contextlib
 import functools
-import importlib
 import itertools
 import math
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,17 +29,27 @@ from benchmarks.measuring import Case, cases, show
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
-import syncbn.kernels
+from syncbn.kernels import gpu, gpu_channels, gpu_tiles
 
 SHAPES = ["32x64x112x112", "32x256x56x56", "32x512x14x14", "32x2048x7x7", "8x64x512x512"]
-# Compute capability -> number of multiprocessors; limits of a multiprocessor from CUDA's programming guide: bytes of
-# shared memory, warps, programs.
-MACHINES = {
-    80: (108, 164 << 10, 64, 32),  # A100
-    86: (82, 100 << 10, 48, 16),  # RTX 3090
-    90: (132, 227 << 10, 64, 32),  # H100
-    120: (170, 100 << 10, 48, 24),  # RTX 5090
+
+
+class Gpu(NamedTuple):
+    """The number of multiprocessors, and the limits of a multiprocessor, from CUDA's programming guide."""
+
+    multiprocessors: int
+    shared_bytes: int
+    warps: int
+    programs: int  # thread blocks
+
+
+GPUS = {  # compute capability -> limits
+    80: Gpu(108, 164 << 10, 64, 32),  # A100
+    86: Gpu(82, 100 << 10, 48, 16),  # RTX 3090
+    90: Gpu(132, 227 << 10, 64, 32),  # H100
+    120: Gpu(170, 100 << 10, 48, 24),  # RTX 5090
 }
+MULTIPROCESSOR_REGISTERS = 65536
 
 
 class Launch(NamedTuple):
@@ -57,12 +65,12 @@ class Launch(NamedTuple):
 
 
 def stand_in_driver(capability: int, launch: Callable[..., None]) -> SimpleNamespace:
-    """Return a Triton driver for a GPU of this capability, which calls `launch(source, metadata, *launch_arguments)` in
-    place of a launch. The compiled binary stands in for the function that a real driver loads."""
+    """Return a Triton driver for a GPU of this capability, which calls `launch(source, metadata, *launch_arguments)`
+    instead of launching a kernel."""
     return SimpleNamespace(
         utils=SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
-            # The result of a real driver is the module, function, registers, spills and threads.
+            # Module, function, registers, spills, threads. The compiled binary stands in for the loaded function.
             load_binary=lambda name, binary, *_: (1, binary, 32, 0, 1024),
             unload_module=lambda module: None,
         ),
@@ -73,50 +81,45 @@ def stand_in_driver(capability: int, launch: Callable[..., None]) -> SimpleNames
     )
 
 
-@functools.cache
-def _recorder(capability: int) -> tuple[ModuleType, list[Launch], SimpleNamespace]:
-    """Return a copy of the module of the kernels, a list of launches, and the driver that adds launches to the list."""
-    launches: list[Launch] = []
-
-    def launch(source: Any, metadata: Any, x: int, y: int, z: int, stream: object, binary: bytes, *others: Any) -> None:
-        arguments = dict(zip(source.fn.arg_names, others[4:], strict=False))  # Arguments 0 to 3 are hooks.
-        launches.append(Launch(metadata, binary, arguments))
-
-    # Every capability has its own copy of the modules, because the modules cache compiled kernels.
-    with mock.patch.dict(sys.modules), mock.patch.dict(vars(syncbn.kernels)):
-        for name in [name for name in sys.modules if name.startswith("syncbn.kernels.gpu")]:
-            del sys.modules[name]
-            vars(syncbn.kernels).pop(name.rpartition(".")[2], None)
-        kernels = importlib.import_module("syncbn.kernels.gpu")
-    if capability in MACHINES:
-        kernels.MULTIPROCESSORS, *_ = MACHINES[capability]
-    return kernels, launches, stand_in_driver(capability, launch)
+def clear_triton_caches() -> None:
+    """Clear Triton's caches of compiled kernels, whose keys have the device but not its capability."""
+    for function in (*vars(gpu_channels).values(), *vars(gpu_tiles).values()):
+        if isinstance(function, triton.JITFunction):
+            function.device_caches.clear()
 
 
 @contextlib.contextmanager
 def recorded(capability: int) -> Iterator[tuple[ModuleType, list[Launch]]]:
-    """Yield the module of the kernels for a GPU of this capability, and the list of its launches."""
-    kernels, launches, driver = _recorder(capability)
-    launches.clear()
-    triton.runtime.driver.set_active(driver)
+    """Yield the module of the kernels, which compiles for a GPU of this capability, and the list of its launches."""
+    launches: list[Launch] = []
+
+    def record(source: Any, metadata: Any, x: int, y: int, z: int, stream: int, binary: bytes, *rest: Any) -> None:
+        arguments = rest[4:]  # Arguments 0 to 3 are metadata and hooks.
+        launches.append(Launch(metadata, binary, dict(zip(source.fn.arg_names, arguments, strict=False))))
+
+    multiprocessors = GPUS[capability].multiprocessors if capability in GPUS else gpu.MULTIPROCESSORS
+    clear_triton_caches()
+    triton.runtime.driver.set_active(stand_in_driver(capability, record))
     try:
-        yield kernels, launches
+        with mock.patch.multiple(gpu, compiled_kernels={}, MULTIPROCESSORS=multiprocessors):
+            yield gpu, launches
     finally:
         triton.runtime.driver.set_active(None)
+        clear_triton_caches()
 
 
 class Code(NamedTuple):
-    """Resources of a kernel, and counts per thread in the innermost loop that has loads, or in the whole kernel if no
-    loop has loads."""
+    """Resources of a kernel, and counts per thread in one iteration of the main loop. The main loop is the shortest
+    loop that loads from global memory, or the whole kernel if no loop loads."""
 
     registers: int
-    spills: int  # loads and stores of spilled registers in the whole kernel
-    shared: int  # bytes
-    instructions: int  # This field and those below are counts in the loop.
+    spills: int  # loads and stores of spilled registers, in the whole kernel
+    shared: int  # bytes of shared memory
+    instructions: int  # This field and all below count the main loop.
     float64: int  # float64 instructions, without conversions
     conversions: int  # conversions to and from float64
     bytes: int  # loaded and stored
-    widest_load: int  # bytes
+    widest_load: int  # bytes of the largest load
 
 
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")  # address, text
@@ -132,21 +135,21 @@ def read(launch: Launch) -> Code:
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", "--dump-resource-usage", file.name]
         listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     instructions = {int(address, 16): text for address, text in INSTRUCTION.findall(listing)}
-    loop = list(instructions.values())
+    main_loop = list(instructions.values())
     for end, instruction in instructions.items():
-        for start in re.findall(r"\bBRA\b.* 0x([0-9a-f]+)", instruction):
-            body = [text for address, text in instructions.items() if int(start, 16) <= address <= end]
-            if any("LDG" in text for text in body) and len(body) < len(loop):
-                loop = body
+        for start in re.findall(r"\bBRA\b.* 0x([0-9a-f]+)", instruction):  # A branch backwards ends a loop.
+            loop = [text for address, text in instructions.items() if int(start, 16) <= address <= end]
+            if any("LDG" in text for text in loop) and len(loop) < len(main_loop):
+                main_loop = loop
     return Code(
         registers=int(re.findall(r"REG:(\d+)", listing)[0]),
         spills=sum("LDL" in text or "STL" in text for text in instructions.values()),
         shared=launch.metadata.shared,
-        instructions=len(loop),
-        float64=sum(bool(FLOAT64.search(text)) for text in loop),
-        conversions=sum(bool(CONVERSION.search(text)) for text in loop),
-        bytes=sum(_bytes(text, "LDG") + _bytes(text, "STG") for text in loop),
-        widest_load=max(_bytes(text, "LDG") for text in loop),
+        instructions=len(main_loop),
+        float64=sum(bool(FLOAT64.search(text)) for text in main_loop),
+        conversions=sum(bool(CONVERSION.search(text)) for text in main_loop),
+        bytes=sum(_bytes(text, "LDG") + _bytes(text, "STG") for text in main_loop),
+        widest_load=max(_bytes(text, "LDG") for text in main_loop),
     )
 
 
@@ -161,14 +164,16 @@ def _bytes(instruction: str, opcode: str) -> int:
 
 def programs_at_once(capability: int, launch: Launch, code: Code) -> int:
     """Return the number of programs that fit on a multiprocessor."""
-    _, most_shared, most_warps, most_programs = MACHINES[capability]
-    warps = launch.metadata.num_warps
-    register_limit = 65536 // (math.ceil(code.registers / 8) * 8 * 32 * warps)
-    return min(register_limit, most_shared // (code.shared + 1024), most_warps // warps, most_programs)
+    machine, warps = GPUS[capability], launch.metadata.num_warps
+    # A GPU allocates registers to a thread in eights, has 32 threads in a warp, and reserves 1 KiB of shared memory for
+    # each program.
+    register_limit = MULTIPROCESSOR_REGISTERS // (math.ceil(code.registers / 8) * 8 * 32 * warps)
+    shared_memory_limit = machine.shared_bytes // (code.shared + 1024)
+    return min(register_limit, shared_memory_limit, machine.warps // warps, machine.programs)
 
 
 def table(capability: int, shapes: list[str], dtypes: list[str]) -> Iterator[tuple[Case, str, Code, int]]:
-    """Yield case, function, the code of the function's launch that covers the whole tensor, and programs at once."""
+    """Yield case, function, the code of the kernel that processes the whole tensor, and its programs at once."""
     for case in cases(shapes, dtypes):
         for function in FUNCTIONS:
             with recorded(capability) as (kernels, launches):
@@ -180,7 +185,7 @@ def table(capability: int, shapes: list[str], dtypes: list[str]) -> Iterator[tup
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, default=90, choices=MACHINES)
+    parser.add_argument("--capability", type=int, default=90, choices=GPUS)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     arguments = parser.parse_args()
     print(f"sm_{arguments.capability}, Triton {triton.__version__}")

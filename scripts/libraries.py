@@ -62,18 +62,18 @@ def monai() -> Iterator[Case]:
     sizes = {"kernel_size": (3, 3, 3), "strides": (1, 2, 2), "upsample_kernel_size": (2, 2), "filters": (4, 8, 16)}
     blocks = {"init_filters": 4, "blocks_down": (1, 1, 1), "blocks_up": (1, 1), "norm": "batch"}
     growth = {"init_features": 8, "growth_rate": 4, "block_config": (2, 2, 2)}
-    meta_cases: list[Case] = [
+    cases: list[Case] = [  # each also with MetaTensors
         ("UNet, 3d", partial(nets.UNet, **deep, **few, num_res_units=2, norm="batch"), volume),
         ("VNet", partial(nets.VNet, **flat), image),
         ("SegResNet, 3d", partial(nets.SegResNet, **deep, **blocks), volume),
         ("DenseNet, 3d", partial(nets.DenseNet, **deep, **growth), (SAMPLES, 1, 32, 32, 32)),
         ("resnet10, 3d", partial(nets.resnet10, n_input_channels=1, num_classes=2, widen_factor=0.25), volume),
     ]
-    yield from meta_cases
+    yield from cases
     yield "BasicUNetPlusPlus", partial(nets.BasicUNetPlusPlus, **flat, **features), image
     yield "AttentionUnet", partial(nets.AttentionUnet, **flat, **few), image
     yield "DynUNet, 3d", partial(nets.DynUNet, **deep, **sizes, norm_name="batch"), volume
-    for name, build, shape in meta_cases:
+    for name, build, shape in cases:
         yield f"{name}, MetaTensor", lambda build=build: MetaTensors(build()), shape
 
 
@@ -164,10 +164,11 @@ def try_model(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[i
     relative difference from one process."""
     torch.manual_seed(0)
     model, x = build().double().train(), torch.randn(shape, dtype=torch.float64)
-    copied = copy.deepcopy(model)
-    loss_of(copied(x)).backward()
-    for parameter, parameter_of_copy in zip(model.parameters(), copied.parameters(), strict=True):
-        parameter.requires_grad_(parameter_of_copy.grad is not None)  # DDP would wait for a gradient of each parameter.
+    probe = copy.deepcopy(model)
+    loss_of(probe(x)).backward()
+    for parameter, copied in zip(model.parameters(), probe.parameters(), strict=True):
+        if copied.grad is None:  # No output depends on the parameter. DDP would wait for its gradient.
+            parameter.requires_grad_(False)
     syncbn.convert_syncbn_model(model)
     if local_layers(model):
         raise RuntimeError(f"not synchronised: {', '.join(local_layers(model))}")
@@ -197,7 +198,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # The libraries warn. The script raises an error for layers that stay local.
     try:
         __import__("torchvision")
-    except RuntimeError:  # torchvision for GPUs needs definitions of two operators if torch is for CPUs.
+    except RuntimeError:  # A torchvision for GPUs with a torch for CPUs lacks two operators that it uses at import.
         for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
     dist.init_process_group("gloo")
@@ -206,11 +207,15 @@ def main() -> None:
         if library == "opacus":
             try_opacus()
             continue
-        results = {name: try_model(build, shape) for name, build, shape in LIBRARIES[library]()}
-        worst, (_, largest) = max(results.items(), key=lambda result: result[1][1])
+        models, errors = [], {}
+        for name, build, shape in LIBRARIES[library]():
+            num_layers, errors[name] = try_model(build, shape)
+            models.append(f"{name} ({num_layers})")
+        worst = max(errors, key=errors.get)
+        largest = errors[worst]
         if dist.get_rank() == 0:
-            models = "; ".join(f"{name} ({num_layers})" for name, (num_layers, _) in results.items())
-            print(f"| {library} | {version(library)} | {models} | {largest:.1e} | {date.today()} |", flush=True)
+            row = library, version(library), "; ".join(models), f"{largest:.1e}", str(date.today())
+            print(f"| {' | '.join(row)} |", flush=True)
         if largest > TOLERANCE:
             print(f"DOES NOT MATCH: {worst}, {largest:.1e}", flush=True)
             failed = True

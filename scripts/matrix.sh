@@ -20,9 +20,9 @@ for python in python3.11 python3.12 python3.13 python3.14; do
         status=0
         "$folder/clone/scripts/test.sh" --quick >"$log" 2>&1 || status=$?
         "$folder/clone/scripts/test.sh" -k "compile or inductor" >>"$log" 2>&1 || status=$?
-        [[ -f $folder/clone/.venv/prepared ]] || status="unknown: it does not install here ($log)"
+        [[ -f $folder/clone/.venv/prepared ]] || status="unknown: syncbn or torch cannot be installed ($log)"
         echo "$name: status $status"
-        grep -E '^(== failed|[a-z0-9 ]+): ' "$log" | sed 's/^/    /'
+        grep -E '^(== failed|[a-z0-9 ]+): ' "$log" | sed 's/^/    /' # the summaries that run_tests.py prints
         rm -rf "$folder/clone"
     done
 done

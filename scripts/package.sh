@@ -17,6 +17,7 @@ cp "$folder"/dist/*.tar.gz runs/dist
 (cd "$folder" && python -m zipfile -e dist/*.whl wheel)
 echo "symbols that the libraries import:"
 nm --dynamic --undefined-only "$folder"/wheel/syncbn/*/_*.so
+# Without a compiler the wheel has Python files only.
 CXX=false python -m build --wheel --outdir runs/dist "$folder/clone" >>runs/build.log 2>&1
 ls -l runs/dist
 
@@ -27,7 +28,7 @@ python3 -m venv "$folder/user"
 install_for_user --constraint scripts/constraints.txt torch pytest numpy
 cp tests/{conftest,test_tiny,trained_as_one}.py "$folder"
 sdist=$(echo runs/dist/*.tar.gz) wheel=$(echo runs/dist/*manylinux*.whl)
-try() { # try WAY COMMAND... installs by the command, and adds two lines to the table: with a compiler and without.
+try() { # try WAY COMMAND... installs by the command with a compiler and without, and adds a line each to the table.
     for compiler in c++ false; do
         start=$SECONDS
         CXX=$compiler "${@:2}"

@@ -23,23 +23,27 @@ LOGS = Path("runs/tests")
 AT_ONCE = 4  # parts that run at a time, on two cores, because tests that start programs often wait
 LINE_SECONDS = 10.0 if sys.stdout.isatty() else 30.0
 FAILED_LINES = 200  # lines of a failed part's log that are printed
-STARTS_PROGRAMS = {  # part -> names of its files, tests/test_NAME.py; the longest part starts first
-    "programs": "lightning package readme testing",
-    "crashes": "crashes faults two_hosts",
-    "examples": "examples",
+# Part -> names of its files, tests/test_NAME.py. The longest part starts first.
+STARTS_PROGRAMS = {
+    "programs": ("lightning", "package", "readme", "testing"),
+    "crashes": ("crashes", "faults", "two_hosts"),
+    "examples": ("examples",),
 }
-COMPILES = "gpu_static", "inductor"  # --quick leaves these files out
+COMPILES = "gpu_static", "inductor"  # --quick leaves these files out.
 INTERPRETED = "kernels", "triton"  # Triton's interpreter runs these files, too.
-# Files of tests/distributed that do not run on 3 ranks, because the number of ranks does not matter.
-TWO_RANKS = ("conversion",)
-# Files of tests/distributed that also run on 4 ranks, because groups or a fourth rank may break their promises.
+# Files of tests/distributed that also run on 4 ranks, because their promises depend on the number of ranks or groups.
 FOUR_RANKS = "ddp", "fsdp", "fuzz", "groups", "pipeline_schedules", "promises"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"
 PYTEST = "pytest -v -o console_output_style=count"  # prints a line with its number for each test
 
 
-def test_file(name: str) -> str:
-    return f"tests/test_{name}.py"
+def to_paths(names: Iterable[str], folder: str = "tests") -> list[str]:
+    return [f"{folder}/test_{name}.py" for name in names]
+
+
+def program_tests() -> list[str]:
+    """Return the files of all parts in STARTS_PROGRAMS."""
+    return [file for names in STARTS_PROGRAMS.values() for file in to_paths(names)]
 
 
 class Part:
@@ -65,35 +69,29 @@ class Part:
                     self.process.wait(seconds)
 
     def failed(self) -> bool:
-        return self.process.returncode not in (0, 5)  # 5: the arguments select no test of this part
+        no_tests_selected = 5  # pytest's exit status
+        return self.process.returncode not in (0, no_tests_selected)
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def find(self, pattern: str) -> list[str]:
-        """Return the matches of a pattern in the log."""
-        return re.findall(pattern, self.text(), re.MULTILINE)
-
     def progress(self) -> str:
-        """Format the numbers of tests that have ended and that have failed."""
-        num_failed = len(self.find(r" (?:FAILED|ERROR) .*\[ *\d+/\d+\]$"))
-        numbers = ["starts", *self.find(r"\[ *(\d+/\d+)\]$")]
-        return f"{self.name} {numbers[-1]}" + (f" ({num_failed} failed)" if num_failed else "")
+        """Format the number of tests that have ended, of all tests, and of tests that have failed."""
+        ended = re.findall(r"^.*\[ *\d+/\d+\]$", self.text(), re.MULTILINE)
+        num_failed = sum(" FAILED " in line or " ERROR " in line for line in ended)
+        numbers = ended[-1].rpartition("[")[2].strip(" ]") if ended else "starts"
+        return f"{self.name} {numbers}" + (f" ({num_failed} failed)" if num_failed else "")
 
     def summary(self) -> str:
         """Return pytest's last line, or the exit status if pytest has not printed that line."""
-        status = f"exit status {self.process.returncode}, without a summary"
-        return [status, *self.find(r"^=+ (.* in [0-9.]+s.*?) =+$")][-1]
+        lines = re.findall(r"^=+ (.* in [0-9.]+s.*?) =+$", self.text(), re.MULTILINE)
+        return lines[-1] if lines else f"exit status {self.process.returncode}, without a summary"
 
 
-def distributed(names: Iterable[str], prefix: str = "") -> list[str]:
-    return [f"{prefix}tests/distributed/test_{name}.py" for name in names]
-
-
-def on_ranks(count: int, *arguments: str, name: str = "", **environment: str) -> Part:
-    path = os.pathsep.join(["tests", *filter(None, [os.environ.get("PYTHONPATH")])])
-    module = f"{TORCHRUN} {count} -m {PYTEST} -p voting"
-    return Part(f"{count} ranks{name}", module, *arguments, PYTHONPATH=path, **environment)
+def on_ranks(number: int, *arguments: str, name: str = "", **environment: str) -> Part:
+    module = f"{TORCHRUN} {number} -m {PYTEST} -p voting"
+    path = f"tests{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return Part(f"{number} ranks{name}", module, *arguments, PYTHONPATH=path, **environment)
 
 
 def make_parts(option: str, arguments: list[str]) -> list[Part]:
@@ -103,24 +101,25 @@ def make_parts(option: str, arguments: list[str]) -> list[Part]:
     """
     if option == "--nightly":
         return [Part("nightly", PYTEST, "tests/nightly", *arguments), on_ranks(4, "tests/distributed", *arguments)]
-    ignored = ["tests/distributed", "tests/nightly"]
-    ignored += map(test_file, " ".join(STARTS_PROGRAMS.values()).split())
+    ignored = ["tests/distributed", "tests/nightly", *program_tests()]
     if option == "--quick":
-        ignored += map(test_file, COMPILES)
+        ignored += to_paths(COMPILES)
         arguments = ["-m", "not slow and not compiles", *arguments]
     one_process = Part("one process", PYTEST, "tests", *(f"--ignore={path}" for path in ignored), *arguments)
     two_ranks = on_ranks(2, "tests/distributed", *arguments)
     if option == "--quick":
         return [one_process, two_ranks]
     interpreted = {"TRITON_INTERPRET": "1"}
+    # In test_conversion.py a third rank changes nothing.
+    three_ranks = "tests/distributed", "--ignore=tests/distributed/test_conversion.py"
     return [
-        *(Part(name, PYTEST, *map(test_file, files.split()), *arguments) for name, files in STARTS_PROGRAMS.items()),
-        Part("interpreted", PYTEST, *map(test_file, INTERPRETED), "-m", "triton", *arguments, **interpreted),
+        *(Part(name, PYTEST, *to_paths(names), *arguments) for name, names in STARTS_PROGRAMS.items()),
+        Part("interpreted", PYTEST, *to_paths(INTERPRETED), "-m", "triton", *arguments, **interpreted),
         one_process,
         two_ranks,
-        on_ranks(2, *distributed(["status"]), *arguments, name=", interpreted", **interpreted),
-        on_ranks(3, "tests/distributed", *distributed(TWO_RANKS, "--ignore="), *arguments, SYNCBN_KERNELS="reference"),
-        on_ranks(4, *distributed(FOUR_RANKS), *arguments),
+        on_ranks(2, "tests/distributed/test_status.py", *arguments, name=", interpreted", **interpreted),
+        on_ranks(3, *three_ranks, *arguments, SYNCBN_KERNELS="reference"),
+        on_ranks(4, *to_paths(FOUR_RANKS, "tests/distributed"), *arguments),
     ]
 
 
@@ -128,6 +127,10 @@ def run(parts: list[Part]) -> bool:
     """Run the parts and print their progress. Return whether all of them have passed."""
     LOGS.mkdir(parents=True, exist_ok=True)
     start = last_line = time.monotonic()
+
+    def report(text: str) -> None:
+        print(f"[{time.monotonic() - start:4.0f} s] {text}", flush=True)
+
     waiting, running = [*parts], []
     try:
         while waiting or running:
@@ -135,19 +138,15 @@ def run(parts: list[Part]) -> bool:
                 running.append(waiting.pop(0))
                 running[-1].start()
             time.sleep(0.1)
-            now = time.monotonic()
             for part in [*running]:
                 if part.process.poll() is not None:
                     running.remove(part)
                     outcome = "has FAILED" if part.failed() else "has ended"
-                    seconds = now - part.start_time
-                    print(f"[{now - start:4.0f} s] {part.name} {outcome} after {seconds:.0f} s", flush=True)
-            if running and now - last_line > LINE_SECONDS:
-                line = "running: " + ", ".join(part.progress() for part in running)
-                if waiting:
-                    line += "; then " + ", ".join(part.name for part in waiting)
-                print(f"[{now - start:4.0f} s] {line}", flush=True)
-                last_line = now
+                    report(f"{part.name} {outcome} after {time.monotonic() - part.start_time:.0f} s")
+            if running and time.monotonic() - last_line > LINE_SECONDS:
+                then = f"; then {', '.join(part.name for part in waiting)}" if waiting else ""
+                report(f"running: {', '.join(part.progress() for part in running)}{then}")
+                last_line = time.monotonic()
     finally:
         for part in running:
             part.end()
@@ -163,7 +162,7 @@ def main() -> None:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: sys.exit("interrupted"))  # The exit ends the running parts.
     os.chdir(Path(__file__).parent.parent)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # With it, some 200 processes would each compile the same files.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # With this variable 200 processes would compile the same files.
     option = sys.argv.pop(1) if sys.argv[1:2] in (["--quick"], ["--nightly"]) else ""
     sys.exit(not run(make_parts(option, sys.argv[1:])))
 

@@ -3,9 +3,8 @@
     python scripts/bench.py gpu layers     the host's time for a layer, in a row of 20
     python scripts/bench.py gpu steps      training steps of a ResNet-50: eager, and in CUDA graphs
 
-"alone" is syncbn's layer without a group. "group" is the same layer with a group of one rank. "group" and
-nn.SyncBatchNorm are made to communicate over that group, which they normally do not. Prints tables, and writes
-times.json to --output.
+"alone" is syncbn's layer without a group. "group" and nn.SyncBatchNorm issue their collectives over a group of one
+rank, although both layers normally skip them there. Prints tables, and writes times.json to --output.
 """
 
 import argparse
@@ -19,8 +18,8 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from benchmarks.layers import convert
 from benchmarks.measuring import Case, Rows, draw, interleave, show, write
-from benchmarks.steps import ResNet, convert
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
@@ -48,9 +47,9 @@ KINDS = {
 
 
 def choose_group(kind: str) -> None:
-    """Let syncbn's layers communicate over the group of one rank if `kind` is "group"."""
+    """Make syncbn's layers communicate over the group of one rank if `kind` is "group", else not at all."""
     group = dist.group.WORLD if kind == "group" else None
-    calls.resolve = lambda spec: group
+    calls.resolve = lambda spec: group  # The real function returns None for a group of one rank.
 
 
 def wait_for_gpu() -> None:
@@ -59,7 +58,7 @@ def wait_for_gpu() -> None:
 
 
 def capture(call: Callable[[], object]) -> Callable[[], object]:
-    """Return the replay of a call's CUDA graph, which hides the host's time. On a CPU return the call."""
+    """Return a replay of the call's CUDA graph, which takes none of the host's time. On a CPU return the call."""
     for _ in range(3):
         call()
     if not torch.cuda.is_available():
@@ -73,7 +72,9 @@ def capture(call: Callable[[], object]) -> Callable[[], object]:
 
 def layers(device: torch.device, dry_run: bool) -> Iterator[tuple[str, Rows]]:
     """Yield the microseconds of the host per layer. The GPU is idle before each forward, and the host never waits."""
-    num_layers, rounds = (2, 2) if dry_run else (20, 100)
+    num_layers, rounds = 20, 100
+    if dry_run:
+        num_layers, rounds = 2, 2
     x, _, dy = draw(Case((4, 64, 8, 8), "bfloat16", True), device)
 
     def step(kind: str, model: nn.Module) -> list[float]:
@@ -88,15 +89,16 @@ def layers(device: torch.device, dry_run: bool) -> Iterator[tuple[str, Rows]]:
         return [1e6 * seconds / num_layers for seconds in (middle - start, time.perf_counter() - middle)]
 
     steps = {}
-    for kind in KINDS:
-        model = convert(nn.Sequential(*(nn.BatchNorm2d(64) for _ in range(num_layers))), KINDS[kind]).to(device)
+    for kind, layer_class in KINDS.items():
+        model = convert(nn.Sequential(*(nn.BatchNorm2d(64) for _ in range(num_layers))), layer_class).to(device)
         steps[kind] = partial(step, kind, model)
+    for kind in KINDS:
         with CommDebugMode() as collectives:
             steps[kind]()
         number = collectives.get_total_counts()
         expected = 2 * num_layers if kind in ("group", "nn.SyncBatchNorm") else 0
         if number != expected:
-            raise RuntimeError(f"expected {expected} collectives of {num_layers} layers, got {number}")
+            raise RuntimeError(f"{kind}: expected {expected} collectives of {num_layers} layers, got {number}")
     rows: dict[str, dict[str, float]] = {}
     for kind, samples in interleave(steps, rounds, warm_up=3, repeats=2).items():
         forward, backward = zip(*samples, strict=True)
@@ -107,7 +109,11 @@ def layers(device: torch.device, dry_run: bool) -> Iterator[tuple[str, Rows]]:
 
 def steps(device: torch.device, dry_run: bool) -> Iterator[tuple[str, Rows]]:
     """Yield the milliseconds of a step: bfloat16 under autocast, channels last, SGD."""
-    batches, side, blocks, rounds = ((2, 3), 32, (1, 0, 0, 0), 2) if dry_run else ((8, 32), 224, (3, 4, 6, 3), 25)
+    from imagenet import ResNet  # needs Pillow and numpy
+
+    small_batch, large_batch, side, blocks, rounds = 8, 32, 224, (3, 4, 6, 3), 25
+    if dry_run:
+        small_batch, large_batch, side, blocks, rounds = 2, 3, 32, (1, 0, 0, 0), 2
 
     def step(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor) -> None:
         choose_group(kind)
@@ -121,17 +127,17 @@ def steps(device: torch.device, dry_run: bool) -> Iterator[tuple[str, Rows]]:
         return 1e3 * Timer("call()", globals={"call": call}).timeit(2).mean  # timeit waits for the GPU.
 
     models = {}
-    for kind in KINDS:
+    for kind, layer_class in KINDS.items():
         torch.manual_seed(0)
-        model = convert(ResNet(blocks=blocks), KINDS[kind]).to(device, memory_format=torch.channels_last)
+        model = convert(ResNet(blocks=blocks), layer_class).to(device, memory_format=torch.channels_last)
         models[kind] = model, torch.optim.SGD(model.parameters(), lr=1e-3)
-    for batch, mode in ((batches[0], "eager"), (batches[0], "CUDA graph"), (batches[1], "CUDA graph")):
+    for batch, mode in ((small_batch, "eager"), (small_batch, "CUDA graph"), (large_batch, "CUDA graph")):
         images = torch.randn(batch, 3, side, side, device=device).to(memory_format=torch.channels_last)
         timers = {}
         wait_for_gpu()
-        # Captures, and the calls before them, need a side stream.
-        side_stream = torch.cuda.Stream() if mode == "CUDA graph" and torch.cuda.is_available() else None
-        with torch.cuda.stream(side_stream):
+        # A capture, and the calls before it, need a side stream. With None calls run on the current stream.
+        stream = torch.cuda.Stream() if mode == "CUDA graph" and torch.cuda.is_available() else None
+        with torch.cuda.stream(stream):
             for kind, (model, optimizer) in models.items():
                 call = partial(step, kind, model, optimizer, images)
                 timers[kind] = partial(milliseconds, call if mode == "eager" else capture(call))

@@ -18,14 +18,16 @@ from typing import Any
 import torch
 from benchmarks.measuring import Case, cases, draw, interleave, session, show, time_stages, write
 
-from syncbn import payload
 from syncbn.kernels import reference
 from syncbn.kernels.interface import BackwardConfig, ForwardConfig, ReluMask
 from syncbn.kernels.layout import Layout
 from syncbn.kernels.select import fast_path_back_end
+from syncbn.payload import num_elements
+from syncbn.statistics import pack
 
 FUNCTIONS = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs"  # the order of a training step
-Calls = dict[str, tuple[Callable[[], object], int]]  # name -> call, number of tensors that the call reads and writes
+# Name -> call, number of tensors of the input's size that the call must read and write.
+Calls = dict[str, tuple[Callable[[], object], int]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +44,15 @@ def kernel_calls(case: Case, device: torch.device, back_end: Any = None) -> Call
     dtype = torch.promote_types(x.dtype, torch.float32)
     weight = torch.ones(case.channels, dtype=dtype, device=device)
     bias = torch.zeros_like(weight)
-    sums = torch.ones(payload.num_elements(case.channels), dtype=torch.float64, device=device)
-    statistics = torch.ones(3 * case.channels + 4, dtype=torch.float64, device=device)
+    double = {"dtype": torch.float64, "device": device}
+    sums = torch.ones(num_elements(case.channels), **double)
+    statistics = pack(*torch.ones(3, case.channels, **double), torch.ones(1, **double))  # any values take the same time
     layout = Layout.of(x, case.channel_dim), x.dtype, x.device
     back_end = back_end or fast_path_back_end(ForwardConfig(*layout)) or reference
     calls: Calls = {}
     for fused in (False, True):
         name, residual = (" fused", z) if fused else ("", None)
-        saved = x, weight, statistics, residual  # A step saves y for the mask of the relu; here z stands for y.
+        saved = x, weight, statistics, residual  # With a fused relu a step saves y. Here the residual has its place.
         forward = back_end.Forward(ForwardConfig(*layout, 1e-5, fused, fused, dtype, dtype))
         mask = ReluMask.FROM_Y if fused else ReluMask.NONE
         options = {"needs_x": True, "needs_residual": fused}
@@ -82,6 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
         for case in cases(arguments.shapes, arguments.dtypes):
             results[case.name] = rows = run_case(case, device, arguments.rounds)
             show(case.name, rows)
-            limit = 4 * rows["x.sum()"]["ms"] + 2 * rows["copy"]["ms"]  # the bytes of a step
+            # Together, 4 x.sum() and 2 copies move as many bytes as the four functions of a step.
+            limit = 4 * rows["x.sum()"]["ms"] + 2 * rows["copy"]["ms"]
             print(f"4 x.sum() and 2 copies / the four functions: {limit / sum(rows[f]['ms'] for f in FUNCTIONS):.2f}")
             write(arguments.output / "kernels.json", kernels=results)

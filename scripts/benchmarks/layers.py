@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from benchmarks.measuring import Case, cases, draw, interleave, session, show, summarize, time_stages, time_step, write
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import profile
 
 import syncbn
@@ -45,14 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shapes", nargs="+", default=SHAPES.split(), help="NxCx...; NxLxC with three sizes (default %(default)s)")
     add("--dtypes", nargs="+", default=DTYPES.split(), help="(default %(default)s)")
     add("--rounds", type=int, default=30, help="rounds of each case (default %(default)s)")
-    add("--threads", type=int, default=1, help="per rank (default %(default)s)")
     add("--output", type=Path, default=Path("runs/bench"), help="folder (default %(default)s)")
 
 
 def hand_written(
-    x: Tensor, running_mean: Tensor, running_var: Tensor, weight: Tensor, bias: Tensor, **_: bool
+    x: Tensor, running_mean: Tensor, running_var: Tensor, weight: Tensor, bias: Tensor, training: bool = True
 ) -> Tensor:
-    """Normalise by sums and a differentiable all_reduce. autograd computes the backward."""
+    """Normalise by sums and a differentiable all_reduce, in training only. autograd computes the backward."""
     dims, shape = [0, *range(2, x.ndim)], [-1] + [1] * (x.ndim - 2)
     wide = x.float() if x.dtype.itemsize < 4 else x
     count = wide.new_full((1,), x.numel() / len(weight))
@@ -71,6 +69,16 @@ def hand_written(
 class HandWritten(nn.modules.batchnorm._BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         return hand_written(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
+def convert(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Return the model with layers of the class `kind` in place of nn.BatchNorm2d."""
+    if kind is syncbn.SyncBatchNorm2d:
+        return syncbn.convert_syncbn_model(model)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.__class__ = kind
+    return model
 
 
 def make_peers(case: Case, device: torch.device) -> dict[str, Peer]:
@@ -103,7 +111,7 @@ def time_all_reduces(channels: int, device: torch.device) -> list[float]:
 
 
 def measure_memory(peer: Peer, case: Case, device: torch.device) -> dict[str, float]:
-    """Return the memory that a step saves and allocates, relative to the input, and its number of collectives."""
+    """Return the memory that a step saves and allocates, relative to the input."""
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -112,9 +120,9 @@ def measure_memory(peer: Peer, case: Case, device: torch.device) -> dict[str, fl
         return tensor
 
     x, z, dy = draw(case, device)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), CommDebugMode() as collectives:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         peer(x, z).backward(dy)
-    x, z, dy = draw(case, device)  # Hooks of the first step would copy the gradients of its tensors.
+    x, z, dy = draw(case, device)  # A second step on the same tensors would add to their gradients.
     if x.is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -126,16 +134,13 @@ def measure_memory(peer: Peer, case: Case, device: torch.device) -> dict[str, fl
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
         events.sort(key=lambda event: event.start_ns())
         peak = max(itertools.accumulate(event.nbytes() for event in events))
-    saved, number = sum(storages.values()) / x.nbytes, collectives.get_total_counts()
-    return {"saved": saved, "peak": peak / x.nbytes, "collectives": number}
+    return {"saved": sum(storages.values()) / x.nbytes, "peak": peak / x.nbytes}
 
 
 def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
     x, z, dy = draw(case, device)
     peers = make_peers(case, device)
-    torch.ones(1, requires_grad=True).clone().backward(
-        torch.ones(1)
-    )  # The first backward of a process imports sympy, which must not be measured.
+    # In the first step of a process torch imports sympy, so memory is measured before times.
     memory = {name: measure_memory(peer, case, device) for name, peer in peers.items()}
     calls = {name: partial(time_step, peer, x, z, dy) for name, peer in peers.items()}
     if dist.is_initialized():
@@ -149,7 +154,7 @@ def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, dict[st
 
 def run(arguments: argparse.Namespace) -> None:
     results: dict[str, dict[str, dict[str, float]]] = {}
-    with session(arguments.threads) as device:
+    with session() as device:
         for case in cases(arguments.shapes, arguments.dtypes):
             results[case.name] = run_case(case, device, arguments.rounds)
             show(f"{case.name}, ms", results[case.name])

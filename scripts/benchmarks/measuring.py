@@ -27,7 +27,7 @@ Rows = Mapping[str, Mapping[str, float]]  # row -> column -> value
 class Case(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
-    channels_last: bool  # With three dims the shape is (N, L, C); otherwise this is the memory format.
+    channels_last: bool  # Three dims are (N, L, C). Four or five dims have the memory format channels last.
     fused: bool = False  # Add a residual and apply relu.
 
     @property
@@ -49,27 +49,27 @@ def cases(shapes: Iterable[str], dtypes: Sequence[str]) -> list[Case]:
     result = []
     for text in shapes:
         shape = tuple(map(int, text.split("x")))
-        layouts = {2: [False], 3: [True]}.get(len(shape), [False, True])
+        layouts = [False, True] if len(shape) > 3 else [len(shape) == 3]
         result += [Case(shape, dtype, channels_last) for channels_last in layouts for dtype in dtypes]
     return result
 
 
 def draw(case: Case, device: torch.device) -> list[Tensor]:
     """Return random x, residual and dy. x and residual require gradients."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}
     memory_format = torch.contiguous_format
-    if case.channels_last and len(case.shape) > 3:
-        memory_format = torch.channels_last if len(case.shape) == 4 else torch.channels_last_3d
-    tensors = []
-    for _ in range(3):
-        tensor = torch.randn(case.shape, device=device).to(getattr(torch, case.dtype))
-        tensors.append(tensor.contiguous(memory_format=memory_format))
-    x, residual, dy = tensors
+    if case.channels_last:
+        memory_format = channels_last.get(len(case.shape), torch.contiguous_format)
+    x, residual, dy = (
+        torch.randn(case.shape, device=device).to(getattr(torch, case.dtype), memory_format=memory_format)
+        for _ in range(3)
+    )
     return [x.requires_grad_(), residual.requires_grad_(), dy]
 
 
 def time_stages(device: torch.device, *stages: Callable[..., Any]) -> list[float]:
-    """Return the milliseconds of each stage, on this CPU thread or on the GPU's current stream. A stage gets the result
-    of the stage before."""
+    """Return the milliseconds of each stage, on this CPU thread or on the GPU's current stream. A stage gets the
+    result of the stage before; the first stage gets nothing."""
     stream = torch.cuda.current_stream() if device.type == "cuda" else None
     if stream:
         torch.cuda.synchronize(device)
@@ -82,7 +82,7 @@ def time_stages(device: torch.device, *stages: Callable[..., Any]) -> list[float
     def now() -> Any:
         return stream.record_event(torch.cuda.Event(enable_timing=True)) if stream else time.perf_counter()
 
-    results: list[Any] = []
+    results: list[Any] = []  # kept until the end, so that no time contains freeing memory
     times = [now()]
     for stage in stages:
         results.append(stage(*results[-1:]))
@@ -102,9 +102,10 @@ def time_step(peer: Callable[[Tensor, Tensor], Tensor], x: Tensor, residual: Ten
 def interleave(
     calls: Mapping[Any, Callable[[], Any]], rounds: int, warm_up: int, repeats: int = 1
 ) -> dict[Any, list[Any]]:
-    """Return the results of each call, which all rounds make in turn. The results of `warm_up` more rounds are dropped.
+    """Make all calls in turn in each round, and return the results of each call, without those of `warm_up` rounds.
 
-    A round repeats each call and keeps the last result, because another call has evicted the caches before.
+    A round makes each call `repeats` times and keeps the last result, because the call before has filled the caches
+    with other tensors.
     """
     results: dict[Any, list[Any]] = {name: [] for name in calls}
     for _ in range(warm_up + rounds):
@@ -140,7 +141,7 @@ def is_first_rank() -> bool:
 
 def show(title: str, rows: Rows) -> None:
     """Print a table on the first rank, of values with four digits."""
-    columns = dict.fromkeys(itertools.chain(*rows.values()))
+    columns = list(dict.fromkeys(column for values in rows.values() for column in values))  # each once, in order
     table = Table("", *(Column(name, justify="right") for name in columns), title=f"\n{title}", title_justify="left")
     for name, values in rows.items():
         table.add_row(name, *(f"{values[column]:.4g}" if column in values else "" for column in columns))
@@ -150,7 +151,7 @@ def show(title: str, rows: Rows) -> None:
 
 def conditions() -> dict[str, object]:
     """Return when, where and how this process measures."""
-    from syncbn.__main__ import info  # guard.py imports the syncbn of another commit.
+    from syncbn.__main__ import info  # A process of guard.py imports this file before it imports another syncbn.
 
     cpuinfo = Path("/proc/cpuinfo")  # exists on Linux only
     processors = re.findall("model name\t: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
@@ -171,11 +172,11 @@ def write(file: Path, **results: object) -> None:
 
 
 @contextlib.contextmanager
-def session(threads: int = 1, on_cpu: bool = False) -> Iterator[torch.device]:
-    """Print the conditions, and yield the device to measure on: a GPU if there is one, otherwise `threads` threads of
-    the CPU. Under torchrun there is a process group until the end."""
+def session(on_cpu: bool = False) -> Iterator[torch.device]:
+    """Print the conditions, and yield the device to measure on: a GPU if there is one, otherwise one thread of the CPU.
+    Under torchrun there is a process group until the end."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     device = torch.device("cpu")
     if torch.cuda.is_available() and not on_cpu:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())

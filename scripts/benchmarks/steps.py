@@ -13,23 +13,19 @@ Prints a table, and writes steps.json to --output.
 """
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from benchmarks.layers import HandWritten
+from benchmarks.layers import HandWritten, convert
 from benchmarks.measuring import interleave, session, show, summarize, time_stages, write
+from imagenet import ResNet
+from segmentation import UNet
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-
-from imagenet import ResNet
-from segmentation import UNet
 
 KINDS = {"nn.BatchNorm": nn.BatchNorm2d, "syncbn": syncbn.SyncBatchNorm2d, "hand-written": HandWritten}
 
@@ -45,21 +41,10 @@ MODELS = {  # name -> function that makes the model, shape of a rank's input
 }
 
 
-def convert(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """Return the model with layers of the class `kind` in place of nn.BatchNorm2d."""
-    if kind is syncbn.SyncBatchNorm2d:
-        return syncbn.convert_syncbn_model(model)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.__class__ = kind
-    return model
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", nargs="+", default=["resnet", "segmentation"], choices=MODELS, help="(default %(default)s)")
     add("--rounds", type=int, default=9, help="(default %(default)s)")
-    add("--threads", type=int, default=1, help="per rank (default %(default)s)")
     add("--scale", type=float, default=1.0, help="factor of the images' sides (default %(default)s)")
     add("--channels-last", action="store_true", help="memory format of images and weights")
     add("--compiled", action="store_true", help="under torch.compile")
@@ -78,8 +63,10 @@ def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> 
 
 
 def sample(name: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, list[list[float]]]:
-    """Return the times of all rounds with each kind of batch norm. The models are local to this function, because they
-    must be freed before the process group."""
+    """Return the times of all rounds with each kind of batch norm.
+
+    No model leaves this function, because DistributedDataParallel must be freed before the process group.
+    """
     memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
     make, shape = MODELS[name]
     sides = [max(32, int(arguments.scale * side)) for side in shape[2:]]
@@ -97,7 +84,7 @@ def sample(name: str, device: torch.device, arguments: argparse.Namespace) -> di
 
 def run(arguments: argparse.Namespace) -> None:
     results: dict[str, dict[str, dict[str, float]]] = {}
-    with session(arguments.threads) as device:
+    with session() as device:
         for name in arguments.models:
             samples = sample(name, device, arguments)
             results[name] = rows = {kind: summarize(times) for kind, times in samples.items()}
