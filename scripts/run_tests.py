@@ -25,8 +25,8 @@ LINE_SECONDS = 10.0 if sys.stdout.isatty() else 30.0
 FAILED_LINES = 200  # lines of a failed part's log that are printed
 # Part -> names of its files, tests/test_NAME.py. The longest part starts first.
 STARTS_PROGRAMS = {
-    "programs": ("lightning", "package", "readme", "testing"),
     "crashes": ("crashes", "faults", "two_hosts"),
+    "programs": ("lightning", "package", "readme", "testing"),
     "examples": ("examples",),
 }
 COMPILES = "gpu_static", "inductor"  # --quick leaves these files out.
@@ -97,7 +97,7 @@ def on_ranks(number: int, *arguments: str, name: str = "", **environment: str) -
 def make_parts(option: str, arguments: list[str]) -> list[Part]:
     """Return the parts of "--quick", "--nightly" or all tests (""), in the order in which they start.
 
-    The parts on ranks start last, because each of them uses all cores.
+    The longest part starts first. The parts on ranks start last, because each of them uses all cores.
     """
     if option == "--nightly":
         return [Part("nightly", PYTEST, "tests/nightly", *arguments), on_ranks(4, "tests/distributed", *arguments)]
@@ -113,9 +113,9 @@ def make_parts(option: str, arguments: list[str]) -> list[Part]:
     # In test_conversion.py a third rank changes nothing.
     three_ranks = "tests/distributed", "--ignore=tests/distributed/test_conversion.py"
     return [
+        one_process,
         *(Part(name, PYTEST, *to_paths(names), *arguments) for name, names in STARTS_PROGRAMS.items()),
         Part("interpreted", PYTEST, *to_paths(INTERPRETED), "-m", "triton", *arguments, **interpreted),
-        one_process,
         two_ranks,
         on_ranks(2, "tests/distributed/test_status.py", *arguments, name=", interpreted", **interpreted),
         on_ranks(3, *three_ranks, *arguments, SYNCBN_KERNELS="reference"),
