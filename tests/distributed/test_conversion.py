@@ -41,7 +41,9 @@ MODELS = {
 def test_a_converted_model_trains_as_one_process_and_reverts_for_export(ranks: Ranks, original: nn.Module) -> None:
     """After a revert the exported model equals the evaluation of an unconverted model, bit for bit."""
     alone, model = (copy.deepcopy(original).to(ranks.device) for _ in range(2))
-    require_trains_as(alone, ranks, syncbn.convert_syncbn_model(model))
+    syncbn.convert_syncbn_model(model)
+    # `alone` trains on whole batches, and `model` on the slices of this rank. Parameters and buffers must be equal.
+    require_trains_as(alone, ranks, model)
     syncbn.revert_syncbn_model(model.eval())
     assert not any(isinstance(module, syncbn.SyncBatchNorm) for module in model.modules())
     alone.load_state_dict(model.state_dict())
@@ -169,7 +171,8 @@ def test_channel_last_and_fuse_relu_apply_to_the_batch_norm_that_a_forward_calls
     batch, local = uneven_batch(ranks)
     original, layer = (layer_class(3, dtype=torch.float64, device=ranks.device) for _ in range(2))
     layer.act = nn.Identity()  # BatchNormAct2d would apply a relu by itself.
-    syncbn.convert_syncbn_model(layer, channel_last=True).fuse_relu = True
+    syncbn.convert_syncbn_model(layer, channel_last=True)
+    layer.fuse_relu = True
     for training in (True, False):
         expected = original.train(training)(batch).relu()[local]
         output = layer.train(training)(batch[local].movedim(1, -1)).movedim(-1, 1)
@@ -186,10 +189,10 @@ def forward_plus_five(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("layer_class", [nn.BatchNorm2d, CallsSuper2d])
-def test_a_forward_that_replaces_that_of_nn_batchnorm_is_synchronised(
+def test_a_forward_that_a_program_assigns_to_nn_batchnorm_is_synchronised(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, layer_class: type[nn.Module]
 ) -> None:
-    """The new forward runs in layers that were converted before the replacement, and after it."""
+    """The new forward runs in a layer that was converted before the assignment, and in one that was converted after."""
     batch, local = uneven_batch(ranks)
     original, before = build_layers(ranks, layer_class)
     monkeypatch.setattr(nn.BatchNorm2d, "forward", forward_plus_five)
@@ -250,11 +253,12 @@ WARNING = InstanceNorm, ManualBatchNorm
 @pytest.mark.compiles
 @pytest.mark.parametrize("layer_class", NOT_WARNING + WARNING)
 def test_a_graph_synchronises_and_warns_as_in_eager_mode(ranks: Ranks, layer_class: type[nn.Module]) -> None:
+    batch, local = uneven_batch(ranks)
     _, layer = build_layers(ranks, layer_class)
-    layer_in_graph, (batch, local) = copy.deepcopy(layer), uneven_batch(ranks)
+    layer_in_graph = copy.deepcopy(layer)
     compiled = torch.compile(layer_in_graph, backend="aot_eager", fullgraph=layer_class is not BreaksGraph)
     with syncbn_warnings() as expected_warnings:
-        expected = step(layer, layer, batch[local])
+        expected = step(layer, layer, batch[local])  # the output, the gradients and the buffers of the layer
     with syncbn_warnings() as warnings:
         actual = step(compiled, layer_in_graph, batch[local])
     torch.testing.assert_close(actual, expected)

@@ -46,8 +46,8 @@ def assert_equals_one_process(ranks: Ranks, sizes: list[int], recipe: Callable[[
     """Assert that `recipe(samples, process_group)` has the results of one process with all samples. `sizes` has the
     number of samples of each rank.
 
-    To be the one process, each rank runs the recipe on all samples with process_group=1: layers normalise the samples
-    of their rank alone, and DDP averages gradients that are equal on all ranks.
+    Each rank computes the results of one process itself. It runs the recipe on all samples with process_group=1: its
+    layers then do not synchronise, and DDP averages gradients that are equal on all ranks.
     """
     samples = ranks.local_slice(sizes)
     all_rows, expected_tensors = recipe(slice(None), 1)
@@ -71,11 +71,11 @@ def test_a_model_is_converted_for_training_and_reverted_for_deployment(ranks: Ra
     ddp = run_block("tutorial.md", "model = syncbn", model=small_model())["ddp"]
     assert isinstance(ddp.module[0][1], syncbn.SyncBatchNorm2d)
     model = run_block("deploy.md", "model = syncbn", ddp=ddp)["model"]
-    assert eval(code_block("deploy.md", "[name for name, layer"), NAMES | {"model": model}) == []
+    assert eval(code_block("deploy.md", "[name for name, layer"), NAMES | {"model": model}) == []  # All are reverted.
     assert type(model[0][1]) is nn.BatchNorm2d
     assert not model.training
     model = run_block("works_with.md", "model = syncbn", model=nn.Sequential(nn.SyncBatchNorm(4)))["model"]
-    assert isinstance(model[0], nn.BatchNorm2d)  # An nn.SyncBatchNorm is not an nn.BatchNorm2d.
+    assert isinstance(model[0], nn.BatchNorm2d)  # A converted nn.SyncBatchNorm is not an nn.BatchNorm2d.
 
 
 def test_a_layer_with_fuse_relu_replaces_the_sum_and_relu_of_a_residual_block(ranks: Ranks) -> None:
@@ -102,7 +102,8 @@ def test_micro_batches_count_once_and_averaged_copies_are_equal_on_all_ranks(ran
 
 @pytest.mark.parametrize("layers", ["synchronised", "synchronised on one rank", "local"])
 def test_recomputed_running_statistics_are_those_of_the_data_of_all_ranks(ranks: Ranks, layers: str) -> None:
-    """The last rank has no batch. The function ignores old statistics and modes, and changes no mode or class."""
+    """The last rank has no batch. recompute_running_stats ignores the old statistics and the modes of the layers, and
+    changes no mode and no class of a layer."""
     sizes = [*range(1, ranks.size), 0]
     x = torch.randn(2, sum(sizes), 3, 4, 5) * 3 + 1  # two batches of all ranks
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None))
@@ -169,7 +170,7 @@ def test_a_step_has_the_gradients_and_buffers_of_one_process(ranks: Ranks, name:
 
 
 def test_padded_sequences_train_as_in_one_process_and_padding_changes_no_output(ranks: Ranks) -> None:
-    # The block ends with two lines that compute a loss.
+    # Two empty lines separate the definitions in the block from its last two lines, which compute a loss.
     definitions, step = code_block("uneven_data.md", "class Block(nn.Module)").rsplit("\n\n\n", 1)
     names = run_code(definitions)
     initial_model, collate = names["Network"](nn.BatchNorm1d), names["collate"]
@@ -237,7 +238,7 @@ def test_ranks_that_run_out_of_data_train_as_one_process(ranks: Ranks, loop: str
     def batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(size, 3, 32, 32), torch.randint(5, (size,))
 
-    flatten = View() if loop == "padding batches" else nn.Flatten()  # Only padding batches are never empty.
+    flatten = View() if loop == "padding batches" else nn.Flatten()  # The other loops have empty batches.
     layers = nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.ReLU(), flatten, nn.Linear(4 * 64, 5)
     expected = training_state(nn.Sequential(*layers))
     actual = training_state(syncbn.convert_syncbn_model(copy.deepcopy(expected["model"])))
@@ -287,7 +288,8 @@ def test_a_recurrent_network_trains_on_ranks_with_sequences_of_different_lengths
 def test_hosts_normalise_alone_until_they_become_one_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank stands for a host: the local world size is 1."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    code = code_block("groups.md", "ddp = DistributedDataParallel(").replace("forward_sync_buffers", BROADCAST_BUFFERS)
+    code = code_block("groups.md", "ddp = DistributedDataParallel(")
+    code = code.replace("forward_sync_buffers", BROADCAST_BUFFERS)  # the name of this argument in the installed torch
     names = run_code(code, model=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     model, x = names["model"], torch.randn(5, 3) * (1 + ranks.rank)
     names["ddp"](x).pow(3).sum().backward()
@@ -364,7 +366,7 @@ def test_the_shards_of_a_dtensor_are_one_batch(ranks: Ranks, dim: int) -> None:
 @pytest.mark.parametrize("num_domains", [1, 2])
 def test_domain_norms_normalise_the_samples_of_a_domain_over_all_ranks(ranks: Ranks, num_domains: int) -> None:
     """Rank r has the domain r mod `num_domains`. The model has another domain, of which no rank has samples."""
-    domain, index = ranks.rank % num_domains, ranks.rank // num_domains  # `index` counts the ranks of a domain.
+    domain, index_in_domain = ranks.rank % num_domains, ranks.rank // num_domains
     x = torch.randn(ranks.size, 2, 4, 3, 3)  # two images for each rank
     whole_domain = x[domain::num_domains].flatten(0, 1).requires_grad_()
     expected = F.batch_norm(whole_domain, None, None, training=True)
@@ -373,7 +375,7 @@ def test_domain_norms_normalise_the_samples_of_a_domain_over_all_ranks(ranks: Ra
     leaf = x[ranks.rank].requires_grad_()
     y = DistributedDataParallel(model)(leaf, domain)
     y.pow(3).sum().backward()
-    assert_close((y, leaf.grad), (expected.split(2)[index], whole_domain.grad.split(2)[index]))
+    assert_close((y, leaf.grad), (expected.split(2)[index_in_domain], whole_domain.grad.split(2)[index_in_domain]))
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

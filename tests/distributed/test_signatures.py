@@ -37,9 +37,9 @@ def other_ranks(ranks: Ranks) -> str:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_ranks_that_differ_raise_before_statistics_are_mixed(ranks: Ranks, name: str) -> None:
     call_of_rank_0, call_of_other_ranks, expected = MIXTURES[name]
+    expected = expected.replace("OTHERS", other_ranks(ranks))  # The expression has OTHERS for any number of ranks.
     model = Model(dist.group.WORLD)
     model.train_a_step_and_call_bn2_twice()
-    expected = expected.replace("OTHERS", other_ranks(ranks))
     with preserved_state(model), pytest.raises(RanksDifferError, match=expected):
         call_of_other_ranks(model) if ranks.rank else call_of_rank_0(model)
     assert model(X).isfinite().all()  # The group can still be used.
@@ -58,7 +58,8 @@ def test_ranks_that_differ_raise_before_statistics_are_mixed(ranks: Ranks, name:
     ids=str,
 )
 def test_a_setting_that_differs_on_one_rank_raises(ranks: Ranks, name: str, changed: object, default: str) -> None:
-    """A new layer is compared, and also a layer whose setting all ranks have already changed and restored."""
+    """The error is raised in the first call of a layer (`new`), and also in a later call, after all ranks have changed
+    the setting and restored it (`trained`)."""
     x = torch.randn(4, 3, 3, 3)
     new, trained = syncbn.SyncBatchNorm2d(3), syncbn.SyncBatchNorm2d(3)
     initial = getattr(trained, name)
@@ -78,7 +79,8 @@ def test_a_shallow_copy_is_another_layer(ranks: Ranks) -> None:
     first = syncbn.SyncBatchNorm(3)
     first(X)
     second = copy.copy(first)
-    vars(second).update(vars(first))  # nn.DataParallel copies a module in this way.
+    # nn.DataParallel copies the `__dict__` of a module. Copy it here too, whatever copy.copy may have left out.
+    vars(second).update(vars(first))
     second(X)
     with pytest.raises(RanksDifferError, match=r"rank 0: in SyncBatchNorm .*; number \d+ of SyncBatchNorm\(3\)\n"):
         (second if ranks.rank else first)(X)
@@ -102,11 +104,12 @@ def test_syncbn_checks_0_switches_off_the_comparison_but_not_the_errors_of_bad_a
 @pytest.mark.parametrize("num_ranks", [2, 3, 1000, 2**14])
 def test_the_comparison_of_signatures_is_exact(num_ranks: int) -> None:
     """Rounding would hide a difference, or report a difference of equal signatures."""
-    largest_signature = 2 * smallest_signature(num_ranks) - 1
+    largest_signature = 2 * smallest_signature(num_ranks) - 1  # The smallest signature is a power of two.
     largest = largest_signature + payload.NUM_IDS - 1  # A rank adds the id of the call to its signature.
 
     def are_equal(last: float) -> bool:
-        """Compare the signatures if all ranks but the last send `largest`. A collective adds one rank after another."""
+        """Return the result of the comparison for ranks of which the last sends `last` and each other sends `largest`.
+        Like a collective, the function adds the signatures one after another."""
         total, squares = 0.0, 0.0
         for signature in [*[largest] * (num_ranks - 1), last]:
             total, squares = total + signature, squares + signature**2
@@ -122,8 +125,8 @@ def test_the_comparison_of_signatures_is_exact(num_ranks: int) -> None:
 @pytest.mark.parametrize("derivative", ["first", "first with create_graph", "second"])
 @pytest.mark.parametrize("num_errors", [0, 300])  # 300 exceeds NUM_IDS, the number of ids of calls.
 def test_backwards_of_different_calls_raise(ranks: Ranks, num_errors: int, derivative: str) -> None:
-    """Otherwise the gradients of two calls would be mixed. The backwards of one call must agree even if rank 0 has
-    counted calls that raised an error on this rank alone."""
+    """Without an error the gradients of two calls would be mixed. Backwards of the same call raise no error, even if
+    rank 0 has counted more calls than the other ranks, because calls have raised an error on rank 0 alone."""
 
     def loss(x: Tensor) -> Tensor:
         y = sync_batch_norm(x, None, None, training=True).square().sum()
@@ -144,7 +147,7 @@ def test_backwards_of_different_calls_raise(ranks: Ranks, num_errors: int, deriv
             # A tensor of shape () does not show how many channels the other ranks have, so only this rank raises.
             with pytest.raises(ValueError, match="at least 2"):
                 sync_batch_norm(torch.tensor(1.0), None, None, training=True)
-    differentiate([0, 1, 1, 0])  # The ranks agree.
+    differentiate([0, 1, 1, 0])  # All ranks run the backwards in the same order.
     with pytest.raises(RanksDifferError, match=r"differentiate different calls of a layer.\nrank 0: in .*, call \d+\n"):
         differentiate([0, 1] if ranks.rank else [1, 0])
 
@@ -164,7 +167,7 @@ def test_sums_of_different_sizes_raise(
         return total
 
     wrap_all_reduce(leave_last_element_unwritten)
-    set_seconds(SETTLE_SECONDS=0.1)
+    set_seconds(SETTLE_SECONDS=0.1)  # A report waits for this time for a rank that leaves. Here no rank leaves.
     layer = syncbn.SyncBatchNorm(3)
     if ranks.rank == 0:
         with pytest.raises(ValueError, match="expected 3 channels"):

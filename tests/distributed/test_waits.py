@@ -1,7 +1,8 @@
-"""Tests when a rank warns of a wait, which cause the report has first, and reports after errors and in a later default
-group.
+"""Tests of the reports that a rank logs when it waits for another rank.
 
-Rank 1 is late until rank 0 has reported the expected text. tests/test_reports.py has the other lines and causes.
+The tests check when a rank reports a wait and which cause comes first, what it reports after an error, and what it
+reports if the program has replaced the default group. In most tests rank 1 is late until rank 0 has logged the expected
+report. tests/test_reports.py tests the other lines and causes of a report.
 """
 
 import contextlib
@@ -52,12 +53,13 @@ def test_a_wait_of_35_s_is_reported_once(
         return 35.0 if ranks.rank == 0 and is_first else 0.0
 
     assert FIRST_WARNING_SECONDS == 30
-    set_seconds(next_warning_seconds=FIRST_WARNING_SECONDS)  # The fixture `reports` has set half a second.
+    # Restore the waiting time at which a collective warns. The fixture `reports` has set this time to half a second.
+    set_seconds(next_warning_seconds=FIRST_WARNING_SECONDS)
     monkeypatch.setattr(Collective, "seconds", seconds)
     layer = syncbn.SyncBatchNorm(3)
     if ranks.rank == 1:
         reports.wait_for("syncbn: rank 0 has waited 35 s for others.")
-        time.sleep(0.3)  # The watchdog of rank 0 polls three more times.
+        time.sleep(0.3)  # The watchdog of rank 0 polls every 0.1 s, so it could report the wait again.
     for _ in range(3):
         layer(X).sum().backward()
     assert reports.text.count(" has waited ") == (1 if ranks.rank == 0 else 0)
@@ -97,6 +99,7 @@ def test_the_wait_of_one_thread_is_reported_while_another_thread_trains(ranks: R
 
     thread = threading.Thread(target=call_late_on_rank_1)
     thread.start()
+    # Both ranks call `training` equally often, until the threads of both ranks have ended.
     while ranks.all_reduce_sum(torch.tensor(int(thread.is_alive()))) > 0:
         training(X)
 
@@ -137,7 +140,8 @@ def step_of_another_model(_: nn.Module) -> None:
 
 
 class Situation(NamedTuple):
-    """Rank 0 waits for rank 1. The report of rank 0 has the positions of both ranks and begins with the cause."""
+    """Rank 0 waits for rank 1. The report of rank 0 has the positions of both ranks, and then a list of causes. The
+    first of these causes is `cause`."""
 
     call_0: Callable[[nn.Module], None]  # the call in which rank 0 waits
     position_0: str
@@ -147,17 +151,19 @@ class Situation(NamedTuple):
     cause: str
 
 
-FIRST, THIRD = "in bn1 forward, call 1", "in bn1 forward, call 3"
-UNSEEN, AFTER_STEP = "has not been seen", "last seen after bn1 backward, call 2"
-AFTER_FORWARD, IN_BACKWARD = "last seen after bn2 forward, call 3", "in bn2 backward, call 3"
-EVALUATED = f"{AFTER_STEP}; the layer is in evaluation mode now"
+# Positions of a rank in its first step, after its second step, and in its third step.
+UNSEEN, IN_FORWARD_1 = "has not been seen", "in bn1 forward, call 1"
+AFTER_STEP_2 = "last seen after bn1 backward, call 2"
+EVALUATED = f"{AFTER_STEP_2}; the layer is in evaluation mode now"
+IN_FORWARD_3, IN_BACKWARD_3 = "in bn1 forward, call 3", "in bn2 backward, call 3"
+AFTER_FORWARD_3 = "last seen after bn2 forward, call 3"
 SITUATIONS = {
-    "slow loader": Situation(step, THIRD, None, step, AFTER_STEP, report.LATE),
-    "validation in training mode": Situation(validate, THIRD, None, forward, AFTER_STEP, report.EXTRA_CALL),
-    "FLOPs counted before training": Situation(validate, FIRST, None, forward, UNSEEN, report.EXTRA_CALL),
-    "evaluation on one rank": Situation(step, THIRD, evaluate, step, EVALUATED, report.EVALUATION),
-    "model not converted": Situation(step, FIRST, step_of_another_model, step, UNSEEN, report.NOT_CONVERTED),
-    "backward left out": Situation(step, IN_BACKWARD, forward, backward, AFTER_FORWARD, report.OTHER_LAYERS),
+    "slow loader": Situation(step, IN_FORWARD_3, None, step, AFTER_STEP_2, report.LATE),
+    "validation in training mode": Situation(validate, IN_FORWARD_3, None, forward, AFTER_STEP_2, report.EXTRA_CALL),
+    "FLOPs counted before training": Situation(validate, IN_FORWARD_1, None, forward, UNSEEN, report.EXTRA_CALL),
+    "evaluation on one rank": Situation(step, IN_FORWARD_3, evaluate, step, EVALUATED, report.EVALUATION),
+    "model not converted": Situation(step, IN_FORWARD_1, step_of_another_model, step, UNSEEN, report.NOT_CONVERTED),
+    "backward left out": Situation(step, IN_BACKWARD_3, forward, backward, AFTER_FORWARD_3, report.OTHER_LAYERS),
 }
 
 
@@ -173,7 +179,7 @@ def test_the_likeliest_cause_of_a_wait_comes_first(ranks: Ranks, reports: Report
     situation = SITUATIONS[name]
     voting.world.replace_group()  # The store then has no positions.
     model = syncbn.convert_syncbn_model(new_model())
-    if situation.position_0 != FIRST:  # Rank 0 waits in the third step of training.
+    if situation.position_0 != IN_FORWARD_1:  # Rank 0 waits in the third step of training.
         step(model)
         step(model)
     dist.barrier()
@@ -246,14 +252,15 @@ def test_a_rank_reports_its_own_position_if_the_store_does_not_answer(
     places = [report.STORE_UNKNOWN, report.STORE_UNKNOWN]
     places[ranks.rank] = "in SyncBatchNorm forward, call 2"
     lines = f"rank 0: {places[0]}\nrank 1: {places[1]}\n"
+    input_of_rank_1 = X.double() if difference == "dtypes" else X[:, :2]
     if difference == "dtypes":
-        x, error, message = X.double(), RanksDifferError, rf"not all ranks have reported\.\n{lines}"
+        error, message = RanksDifferError, rf"not all ranks have reported\.\n{lines}"
     elif ranks.rank == 1:
-        x, error, message = X[:, :2], ValueError, "expected 3 channels"
+        error, message = ValueError, "expected 3 channels"
     else:
-        x, error, message = X, RuntimeError, rf"^syncbn: another rank has a bad argument\.\n{lines}"
+        error, message = RuntimeError, rf"^syncbn: another rank has a bad argument\.\n{lines}"
     with pytest.raises(error, match=message):
-        layer(x if ranks.rank == 1 else X)
+        layer(input_of_rank_1 if ranks.rank == 1 else X)
     continued.set()
     voting.world.replace_group()
 
@@ -263,9 +270,11 @@ def test_a_rank_reports_its_own_position_if_the_store_does_not_answer(
 
 @pytest.fixture
 def use_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[dist.Store], None]:
-    """Return a function that makes later default groups use one store, as under torchrun. A rank numbers the default
-    groups in which it has called a layer. The numbers restart at 1000, as earlier tests may have used more groups on
-    one rank than on another."""
+    """Return a function that makes syncbn use one store for all later default groups, as it does under torchrun.
+
+    A process counts its default groups in which a layer has been called, and ranks compare the counts. In earlier tests
+    one rank may have used more default groups than another, so the function sets the counts of all ranks to 1000.
+    """
 
     def use_store(store: dist.Store) -> None:
         monkeypatch.setattr(positions, "default_store", lambda: store)
@@ -284,8 +293,9 @@ def use_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[dist.Store], None]:
 def test_a_late_rank_is_not_compared_with_the_calls_of_an_earlier_model(
     ranks: Ranks, reports: Reports, use_store: Callable[..., None], replaces_group: bool, position_1: str, cause: str
 ) -> None:
-    """In a sweep over widths rank 1 is late in the first call of the second model. The store still has the positions
-    and the number of channels of the first model."""
+    """In a sweep over widths rank 1 is late in the first call of the second model. The store still has the position of
+    rank 1 in the first model, and the number of channels of the first model. The report may show this position, but
+    must not take the different numbers of channels for a fault."""
     use_store(dist.PrefixStore(f"sweep {replaces_group}", voting.world.store))
     for channels in (3, 4):
         if channels == 3 or replaces_group:
@@ -295,7 +305,7 @@ def test_a_late_rank_is_not_compared_with_the_calls_of_an_earlier_model(
             reports.wait_for(expected_report("in bn forward, call 1", position_1, cause))
         model(torch.randn(4, channels, requires_grad=True))
         dist.barrier()
-    assert "channels over" not in reports.text
+    assert "channels over" not in reports.text  # A report with numbers of channels has "with 3 channels over ranks".
 
 
 def test_ended_default_groups_leave_two_keys_in_the_store_and_no_object_or_thread(
