@@ -79,7 +79,8 @@ def before_faulty_step(model: nn.Sequential) -> None:
     if not IS_LAST_RANK:
         return
     if FAULT == "a group on one rank alone":
-        model.body.bn1.process_group = NUM_RANKS  # The next call creates this group, which is a collective.
+        # An int is the number of ranks per group. The next call creates the groups, which is a collective.
+        model.body.bn1.process_group = NUM_RANKS
     if FAULT == "stopped for longer than the timeout":
         send_signal(signal.SIGSTOP)
     if FAULT == "sleeps":
@@ -134,9 +135,10 @@ def train() -> None:
     body = Body(channels)
     model = nn.Sequential(OrderedDict(linear=nn.Linear(3, channels), body=body))
     syncbn.convert_syncbn_model(model)
-    ddp = model  # The constructor of DistributedDataParallel would raise for other channels.
+    ddp = model
+    # The constructor of DistributedDataParallel raises if parameters differ in shape between ranks.
     if FAULT != "channels":
-        # DDP broadcasts buffers before each forward. In these jobs ranks wait for a late rank there, not in a layer.
+        # With these two faults a rank waits in DDP's broadcast of buffers before a forward. Other jobs disable it.
         broadcast_buffers = FAULT in ("one batch less, then a metric", "validates through DDP")
         ddp = DistributedDataParallel(model, broadcast_buffers=broadcast_buffers)
     for step in range(1, num_steps + 1):
@@ -154,7 +156,7 @@ def train() -> None:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=fault == "autocast"):
             y = ddp(x)
         if fault == "out of memory, caught":
-            continue  # A program that catches the error of a forward skips the backward.
+            continue  # Skip the backward, like a program that has caught an error at the end of the forward.
         y.square().mean().backward()
         y.detach().cpu()  # Wait for a GPU.
 
@@ -179,7 +181,8 @@ def main() -> None:
         time.sleep(3)  # On a GPU the watchdog warns of NaN, and polls once a second.
     if FAULT == "one batch less, then a metric":
         dist.all_reduce(torch.ones(1))
-    dist.destroy_process_group()  # after the end of DDP, see docs/rules.md
+    # The functions that created DDP have returned. DDP must be gone before this call, see docs/rules.md, "The end".
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Start programs for tests: commands, scripts, and scripts on ranks without torchrun, which start faster.
+"""Start programs for tests: commands, scripts, and scripts on several ranks.
+
+The ranks start without torchrun, which would start them later.
 
 A script does not wait until torch is imported: a server process has imported torch, and forks for each script. Apart
 from these imports a script runs, and ends, as if Python had started it.
@@ -30,13 +32,14 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 # The slowest imports. A module that is not installed is skipped. syncbn is not in the list, because a script may change
 # torch or the environment before it imports syncbn.
 PRELOADED = "torch.distributed.fsdp", "sklearn.datasets", "matplotlib.pyplot"
-# torch._dynamo imports triton. If objects of triton 3.9 are frozen, triton warns when the script ends.
+# This module is imported after gc.freeze. It imports triton, and triton 3.9 warns at the end of a script if gc.freeze
+# has frozen triton's objects.
 PRELOADED_AFTER_FREEZE = "torch._dynamo"
 
 
 def wait_until(condition: Callable[[], object], describe: Callable[[], str] = str) -> None:
     """Wait until `condition` returns true. **Raises** AssertionError with the text of `describe` after two minutes,
-    enough for a busy machine."""
+    enough for a busy machine. The default, `str`, returns an empty text."""
     deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, f"timed out after two minutes {describe()}"
@@ -108,8 +111,8 @@ def run_text(text: str, *arguments: object, status: int = 0, **environment: str)
 
 @contextlib.contextmanager
 def started_ranks(num_ranks: int, *command: object, **environment: str) -> Iterator[list[Script]]:
-    """Start a script on ranks, without torchrun. The end of a rank does not end the other ranks. At the end of the
-    context kill the ranks, and then end their store."""
+    """Start a script on ranks, without torchrun. The end of a rank does not end the other ranks. The end of the
+    context kills the ranks, and then releases `store`, which serves the ranks until then."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # Rank 0 then starts no second store.
@@ -132,8 +135,11 @@ def run_on_ranks(num_ranks: int, *command: object, **environment: str) -> str:
 
 
 def processes_with(path: Path) -> dict[int, str]:
-    """Return the command lines that contain `path`, by process id. A Script has the command line of the server, without
-    the path, but ranks that torchrun starts have command lines of their own."""
+    """Return the command lines that contain `path`, by process id.
+
+    The ranks that torchrun starts are found. A `Script` is not found: it is a fork of the server, and has the server's
+    command line.
+    """
     commands = {}
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -164,10 +170,10 @@ def _serve() -> list[str]:
         if os.fork():
             continue
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        script = os.fork()
-        if script:
-            print(script, flush=True)
-            status = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
+        script_pid = os.fork()
+        if script_pid:
+            print(script_pid, flush=True)
+            status = os.waitstatus_to_exitcode(os.waitpid(script_pid, 0)[1])
             (folder / "new status").write_text(str(status))
             (folder / "new status").rename(folder / "status")  # `poll` could find an empty file if this wrote "status".
             os._exit(0)

@@ -36,7 +36,8 @@ def test_a_conversion_changes_only_the_class_and_a_revert_restores_it(
     assert not layer.training
     # DistributedDataParallel refuses nn.SyncBatchNorm on CPUs, so the converted layer is not an instance of it.
     assert isinstance(layer, original) == (original is not nn.SyncBatchNorm)
-    for name in attributes.keys() - {"process_group"}:  # The attribute of nn.SyncBatchNorm becomes a property.
+    # nn.SyncBatchNorm has an attribute `process_group`. In syncbn's classes `process_group` is a property.
+    for name in attributes.keys() - {"process_group"}:
         assert vars(layer)[name] is attributes[name]
     syncbn.revert_syncbn_model(layer)
     assert type(layer) is original
@@ -47,7 +48,7 @@ def test_a_conversion_changes_only_the_class_and_a_revert_restores_it(
 def test_a_lazy_layer_is_synchronised_from_its_first_forward() -> None:
     layer = syncbn.convert_syncbn_model(nn.LazyBatchNorm2d(momentum=0.2))
     assert type(syncbn.revert_syncbn_model(layer)) is nn.LazyBatchNorm2d
-    syncbn.convert_syncbn_model(layer, process_group=1)
+    syncbn.convert_syncbn_model(layer, process_group=1)  # groups of one rank
     assert isinstance(layer, nn.LazyBatchNorm2d)
     layer(torch.randn(4, 3, 2, 2))
     assert type(layer) is syncbn.SyncBatchNorm2d
@@ -57,14 +58,14 @@ def test_a_lazy_layer_is_synchronised_from_its_first_forward() -> None:
 
 
 class WithoutForward(_BatchNorm):
-    """Derives from the base class of nn.BatchNorm1d, 2d and 3d."""
+    """Defines no forward, and derives from the base class of nn.BatchNorm1d, 2d and 3d."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.ndim == 4
 
 
 class Registered(CallsSuper2d):
-    """Requires an argument of each subclass, for example to register the subclass."""
+    """Each subclass must be defined with an argument `key`, as in a class that registers its subclasses."""
 
     def __init_subclass__(cls, *, key: str) -> None:
         pass
@@ -160,7 +161,8 @@ def test_one_warning_names_layers_that_are_not_reverted_or_that_lose_an_option()
     model["built"] = syncbn.SyncBatchNorm(3)
     syncbn.convert_syncbn_model(model)
     model["relu"].fuse_relu = model["channels"].channel_last = True
-    model["replaced"].forward = model["replaced"].forward  # sets an attribute of the layer, like any replacement
+    # A user replaces `forward` by setting an attribute of the layer. Here the attribute is the old forward.
+    model["replaced"].forward = model["replaced"].forward
     with pytest.warns(UserWarning, match="^syncbn: ") as warnings:
         syncbn.revert_syncbn_model(model)
     assert [str(warning.message) for warning in warnings] == [

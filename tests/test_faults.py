@@ -29,15 +29,18 @@ class Fault(NamedTuple):
 
 
 def positions(rank_0: str, rank_1: str) -> str:
-    """Return a regular expression for the lines of two ranks. A line may also have "last seen", the error that ended
-    the rank and the age of the position, depending on which rank fails first."""
+    """Return a regular expression for the lines of two ranks.
+
+    Which rank fails first varies. A line may therefore have "last seen" before the position, and after the position
+    the error that ended the rank and the age of the position.
+    """
     end = r"(; has left with .*)?(; written \S+ s ago)?\n"
     return f"rank 0: (last seen )?{rank_0}{end}rank 1: (last seen )?{rank_1}{end}"
 
 
 IN_BN1, IN_BN2 = "in body.bn1 forward, call 3", "in body.bn2 forward, call 3"
 AFTER_BN1, AFTER_STEP_2 = "after body.bn1 forward, call 3", "after body.bn1 backward, call 2"
-# A rank may end before it has written its position.
+# The text in parentheses is missing if the rank has ended before it has written its position.
 WITH_CHANNELS = r"(in body.bn1 forward, call 1; )?has called body.bn1 in Sequential with {} channels over ranks 0-1.*"
 IN_MODEL = "in layer '1' forward, call 3; number {} of layer '1' in Sequential"
 NOTHING = r"^\Z"
@@ -60,7 +63,7 @@ FAULTS = {
     "stopped for longer than the timeout": Fault(
         positions(IN_BN1, f"last seen {AFTER_STEP_2}{ITS_PROCESS}is stopped") + "A debugger or a signal"
     ),
-    # The numbers of batches differ. The other ranks have six.
+    # The last rank has one batch more, or one less, than the six batches of each other rank, or validates.
     "one more step": Fault(
         "",
         positions("after body.bn1 backward, call 6; has left", "in body.bn1 forward, call 7")
@@ -71,7 +74,8 @@ FAULTS = {
         r"a collective outside of syncbn's layers failed on rank 0\.\n(ranks? .* body.bn1 .*\n)+(.*\n)*.*empty batch",
         num_ranks=3,
     ),
-    # Rank 0 waits in a layer, and the last rank in DistributedDataParallel's broadcast before an evaluation.
+    # In the third step the last rank evaluates, and takes part in the broadcast that DistributedDataParallel issues for
+    # the forward of rank 0. Rank 0 then waits in a layer, and the last rank in the broadcast for its own forward.
     "validates through DDP": Fault(positions(IN_BN1, AFTER_STEP_2)),
     # The models or the inputs differ.
     "channels": Fault(

@@ -46,9 +46,10 @@ def arguments(**changed: object) -> dict[str, Any]:
 
 def check_step(given: dict[str, Any]) -> Tensor:
     """Train a step and return the output. Output, gradients and buffers must be those of F.batch_norm in float64."""
-    # A wrapper of torch.func gets no gradient outside of the transform.
+    # Some arguments are wrapper tensors that have outlived a transform of torch.func. Autograd computes no gradient for
+    # a wrapper.
     names = [n for n in ("input", "weight", "bias", "z") if given[n] is not None and not is_wrapped(given[n])]
-    # A zero tensor has no memory. The sum with 0 has memory.
+    # Some arguments are zero tensors of torch, which have no memory. The sum of a zero tensor and 0 has memory.
     wide = {name: value.detach().double() + 0 if isinstance(value, Tensor) else value for name, value in given.items()}
     for name in names:
         given[name].requires_grad_()
@@ -103,7 +104,7 @@ FAST: dict[str, dict[str, object]] = {
     "momentum is an int": {"momentum": 1},
     "channel_dim": {"channel_dim": -1},
     "relu": {"fuse_relu": True},
-    "relu, no z": {"fuse_relu": True, "z": None},  # Backward computes from x where the relu is 0.
+    "relu, no z": {"fuse_relu": True, "z": None},  # Backward recomputes the mask of the relu from x.
     "mask": {"mask": torch.ones(3, dtype=torch.bool)},
 }
 # A call with an entry of DISPATCHED gets dispatched kernels.
@@ -119,7 +120,8 @@ REFUSED: dict[str, tuple[dict[str, object], type[Exception]]] = {
 }
 for name in PER_CHANNEL:
     FAST[f"dtype of {name}"] = {name: BASE[name].half()}
-    # With an input in channels_last, the backward of torch 2.13 on CPUs would read the tensor as if it were contiguous.
+    # torch_batch_norm.py must make the tensor contiguous before F.batch_norm: with an input in channels_last, the
+    # backward of torch 2.13 on CPUs reads a non-dense tensor as if it were contiguous.
     non_dense = {"input": X_LAST, "z": Z_LAST, name: strided_copy(BASE[name])}
     DISPATCHED[f"non-dense {name}, strides of x and z"] = non_dense
     REFUSED[f"integers in {name}"] = {name: BASE[name].int()}, TypeError
@@ -219,6 +221,7 @@ def test_a_cache_is_bounded() -> None:
     for key in range(kernel_cache.MAX_KEYS):
         cache.get(key, (torch.ones(3),))
     assert len(cache.entries) == kernel_cache.MAX_KEYS
-    for stride in range(1, 20):  # Tensors of one shape have the same key, and another entry for each stride.
+    # The next key clears the full cache. Tensors of one shape have the same key, and another entry for each stride.
+    for stride in range(1, 20):
         cache.get("one more key", (torch.ones(3 * stride)[::stride],))
     assert [*map(len, cache.entries.values())] == [kernel_cache.MAX_ENTRIES_PER_KEY]

@@ -22,14 +22,14 @@ from syncbn.kernels import cpu, interface
 from syncbn.kernels.interface import BackEnd, ReluMask
 from syncbn.statistics import from_sums, unpack, update_buffers
 
-# Sizes are (outer, channels, inner). A run is `inner` contiguous values of a channel, a row the runs of all channels.
-# cpu.cpp processes runs if inner is at least 32, and otherwise rows, several at once if they are short. gpu_tiles.py
-# processes spans of 32 or 64 channels if inner is 1, and otherwise a channel in each program. Large tensors are divided
-# into parts, whose partial sums are added.
+# Sizes are (outer, channels, inner). A run is `inner` contiguous values of a channel. A row is the runs of all channels
+# at one outer index. cpu.cpp processes runs if inner is at least 32, and otherwise rows, several at once if they are
+# short. gpu_tiles.py processes spans of 32 or 64 channels if inner is 1, and otherwise a channel in each program. Large
+# tensors are divided into parts, whose partial sums are added.
 SIZES = [
     (5, 2, 49),  # 49 is not a multiple of any vector length.
-    (70, 2, 37),  # Triton: two parts, and loads of a single value
-    (40, 1, 60),  # Triton: two parts, and loads of four values
+    (70, 2, 37),  # Triton: two parts. A load has one value, because 37 is not a multiple of 4.
+    (40, 1, 60),  # Triton: two parts. A load has four values.
     (140, 17, 1),  # C++: the last of the combined rows are incomplete. Triton: two parts, and an incomplete span.
     (9, 70, 1),  # C++: a row is not a whole number of vectors. Triton: three spans of 32 channels.
     (9, 100, 1),  # Triton: two spans of 64 channels
@@ -42,6 +42,7 @@ CPP_SIZES = [
     (9, 2100, 1), (3, 150, 31), (2, 2100, 32),  # several blocks of channels
     (2, 9000, 1), (2, 9000, 0),  # scratch memory
 ]  # fmt: skip
+# "grad_residual": backward also computes the gradient of the residual, which kernels call `needs_residual`.
 OPTIONS = ["", "residual", "relu", "relu residual", "relu residual grad_residual"]
 
 
@@ -114,8 +115,8 @@ def test_forward_and_backward_compute_the_formulas(
 def test_a_relu_is_masked_like_torchs_relu_from_x_and_from_y(
     kernels: BackEnd, sizes: Sizes, dtype: torch.dtype, scale: float
 ) -> None:
-    """Where y is NaN, the gradient is dy. Where y is 0, the gradient is 0, even if dy is NaN. Masks from x and from y
-    are equal, so compiled graphs may use either."""
+    """Where y is NaN, the gradient is dy. Where y is 0, the gradient is 0, even if dy is NaN. The mask computed from x
+    equals the mask computed from y."""
     dy, x = kernel_calls.draw(2, sizes, dtype)
     parameters = torch.stack(kernel_calls.draw_per_channel(2, sizes[1]))
     x, parameters = ((4 * tensor).round() / 4 for tensor in (x, parameters))  # Some outputs are then exactly 0.
@@ -177,18 +178,18 @@ def test_float32_errors_are_below_1e_6_of_the_largest_result(kernels: BackEnd, c
 def test_values_with_offsets_beyond_int32_are_right(
     kernels: BackEnd, pytestconfig: pytest.Config, sizes: Sizes
 ) -> None:
-    """Only the last value is not 0."""
-    has_memory = pytestconfig.getoption("--large")
+    """The last value is 3, and the other values are 0, so the mean is about 0 and, with eps = 1, invstd is about 1."""
+    fits_in_memory = pytestconfig.getoption("--large")
     if kernel_calls.is_triton(kernels):
-        has_memory = not is_interpreted(kernels) and torch.cuda.mem_get_info()[0] > 20 * 2**30
-    if not has_memory:
+        fits_in_memory = not is_interpreted(kernels) and torch.cuda.mem_get_info()[0] > 20 * 2**30
+    if not fits_in_memory:
         pytest.skip("needs 13 GB, and on a CPU --large")
     torch.use_deterministic_algorithms(False)  # Otherwise torch would fill 13 GB with NaN first.
     x = torch.zeros(sizes, dtype=torch.float16)
     x[-1, -1, -1] = 3
     sums = torch.zeros(2, sizes[1], dtype=torch.float64)
     sums[:, -1] = torch.tensor([3, 3**2])
-    forward, backward = run_both(kernels, x, x, eps=1.0)
+    forward, backward = run_both(kernels, x, x, eps=1.0)  # dy is x, so forward and backward have about the same sums.
     for local in (forward.payload, backward.payload):
         torch.testing.assert_close(payload.sums(local), sums.flatten(), rtol=1e-4, atol=1e-4)
     for result in (forward.y, backward.grad_x):
@@ -202,8 +203,9 @@ def test_values_with_offsets_beyond_int32_are_right(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(3, 2, 67), (35, 13, 1)], ids=str)
 def test_tensors_may_begin_at_any_address(kernels: BackEnd, dtype: torch.dtype, sizes: Sizes) -> None:
-    """A tensor that is mapped from a file may begin one byte after a multiple of the element size. C++ does not define
-    unaligned loads: scripts/sanitize.sh also finds loads that happen to work."""
+    """A tensor that is mapped from a file may begin one byte after a multiple of the element size. In C++ an unaligned
+    load is undefined behaviour, even if it happens to work. scripts/sanitize.sh runs this test with a sanitizer that
+    finds each unaligned load."""
 
     def shifted(tensor: Tensor) -> Tensor:
         buffer = bytearray(1 + tensor.nbytes)
@@ -234,7 +236,8 @@ def test_results_are_equal_in_each_run_and_for_each_number_of_threads(kernels: B
 @only_cpu
 @pytest.mark.parametrize("sizes", [(3, 5, 300_000), (70_001, 64, 1), (70_001, 68, 1), (2103, 2064, 1)], ids=str)
 def test_outputs_that_bypass_the_caches_have_the_same_bits(kernels: BackEnd, sizes: Sizes) -> None:
-    """Outputs of 16 MB or more bypass the caches. Outputs of slices of less than 16 MB must be equal."""
+    """Outputs of 16 MB or more bypass the caches. The outputs of a slice, which have less than 16 MB, do not, and must
+    equal the slice of the large outputs."""
     # Without their first element the tensors are not aligned to vectors.
     x, residual, dy = (torch.randn(1 + math.prod(sizes))[1:].view(sizes) for _ in range(3))
     weight = torch.randn(sizes[1])
@@ -252,7 +255,7 @@ def test_outputs_that_bypass_the_caches_have_the_same_bits(kernels: BackEnd, siz
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_kernels_for_older_instruction_sets_pass_this_file(capability: str) -> None:
-    """Otherwise a newer processor would never run these kernels."""
+    """A newer processor runs the kernels for older instruction sets only in this test."""
     run(sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "cpu", ATEN_CPU_CAPABILITY=capability)
 
 
@@ -261,7 +264,8 @@ def test_kernels_for_older_instruction_sets_pass_this_file(capability: str) -> N
 
 def test_the_variance_is_not_negative_and_keeps_nan(kernels: BackEnd) -> None:
     """By rounding, the mean of the squares may be less than the square of the mean."""
-    total = payload.from_sums(torch.tensor([1.0, 1.0, 1.0 - 1e-12, math.nan], dtype=torch.float64), 1.0)
+    sum_x, sum_squares, num_values = [1.0, 1.0], [1.0 - 1e-12, math.nan], 1.0  # two channels
+    total = payload.from_sums(torch.tensor(sum_x + sum_squares, dtype=torch.float64), num_values)
     _, var, _, _ = unpack(run_forward(kernels, torch.empty(0, 2, 1), total).statistics, 2)
     kernel_calls.assert_identical(var, torch.tensor([0.0, math.nan], dtype=torch.float64))
 
@@ -272,7 +276,8 @@ def test_the_variance_is_not_negative_and_keeps_nan(kernels: BackEnd) -> None:
 def test_running_statistics_have_the_bits_of_the_reference(
     kernels: BackEnd, dtype: torch.dtype, momentum: float | None
 ) -> None:
-    """Ranks may use different kernels, and must have identical running statistics. Autograd sees each update."""
+    """Ranks may use different kernels, and must have identical running statistics. Each update increments the buffer's
+    version counter, by which autograd notices changes in place."""
     if dtype.itemsize == 2 and is_interpreted(kernels):
         pytest.skip("the interpreter truncates to bfloat16 and to subnormal values")
     num_channels = 70 if kernel_calls.is_triton(kernels) else 2100  # cpu.cpp processes 2,048 channels at once.
@@ -302,7 +307,8 @@ def test_kernels_sign_payloads_like_payload_sign(kernels: BackEnd, sizes: Sizes)
     # cpu.py gets a signature that already contains the id.
     call_id = None if kernels is cpu else torch.tensor([200], dtype=torch.float64)
     backward_sums = kernels.Backward(kernel_calls.backward_config(x)).backward_sums
-    saved = x, None, torch.ones(3 * sizes[1] + 4, dtype=torch.float64), None
+    statistics = torch.ones(interface.num_statistics(sizes[1], ReluMask.NONE), dtype=torch.float64)
+    saved = x, None, statistics, None  # x, weight, statistics, y
     unsigned, _, _ = backward_sums(dy, saved)
     signed, _, _ = backward_sums(dy, saved, signature, call_id)
     assert torch.equal(signed, payload.sign(unsigned, signature, call_id=call_id))

@@ -58,7 +58,7 @@ def train_steps(layer: Layer, x: Tensor, **tensors: Tensor) -> None:
     ids=", ".join,
 )
 def test_an_attribute_that_is_set_between_calls_takes_effect(attributes: dict[str, object]) -> None:
-    """A layer caches its options, and kernels are cached."""
+    """The options and the kernels that earlier calls have cached do not fit the next call."""
     x, next_x = torch.randn(2, *SHAPE)
 
     def run(layer: Layer) -> dict[str, Tensor | None]:
@@ -172,7 +172,7 @@ def test_output_and_bias_may_change_before_the_backward_of_a_fused_relu() -> Non
 
 
 def replace_all_reduce(monkeypatch: pytest.MonkeyPatch, function: Callable[[str], object]) -> None:
-    """In place of the all_reduce of each pass, let a single rank call `function(pass_name)`."""
+    """Replace the all_reduce of a single rank: each pass calls `function(pass_name)` and gets its own payload back."""
 
     def all_reduce(call: OneRank, sent: Tensor, pass_name: str, *_: object) -> Tensor:
         function(pass_name)
@@ -189,15 +189,16 @@ def make_views(offset: int, *tensors: Tensor) -> None:
 
 
 @needs_cpp  # torch's operations may crash if storage was freed.
-@pytest.mark.parametrize(("offset", "is_cached"), [(0, False), (0, True), (3, True)])  # Only cached calls read offsets.
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("is_cached", [False, True])
 @pytest.mark.parametrize(
     "freed", ["x", "z", "mask", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
 )
 def test_a_forward_refuses_freed_storage_before_anything_is_sent_or_changed(
     freed: str, offset: int, is_cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The address of a tensor in freed storage is 0, which C++ takes for an absent tensor, or the offset of a view.
-    Other ranks must not train with sums of this rank."""
+    """data_ptr() of a tensor in freed storage returns 0, which C++ kernels take for an absent tensor, or, if the tensor
+    is a view, the offset of the view. Other ranks must not train with sums of this rank."""
     layer, (x, z), passes = syncbn.SyncBatchNorm2d(3, fuse_relu=True), torch.randn(2, *SHAPE), list[str]()
     mask = torch.ones(4, dtype=torch.bool)
     make_views(offset, x, z, mask, *layer.parameters(), *layer.buffers())
