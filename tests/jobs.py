@@ -56,8 +56,8 @@ def run(*command: object, folder: Path | None = None, **environment: str) -> str
 
 
 class Script:
-    """A Python script that runs with its arguments, in a session of its own. The end of the context kills the script
-    and the processes in its session."""
+    """A Python script that runs with its arguments, in a session of its own. The end of the context ends the script and
+    the processes in its session, by SIGTERM, on which torchrun also ends its ranks. After 40 s it uses SIGKILL."""
 
     def __init__(self, *command: object, **environment: str) -> None:
         self._temporary = tempfile.TemporaryDirectory()
@@ -86,10 +86,13 @@ class Script:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # The script has ended since the poll.
-                os.killpg(self.pid, signal.SIGKILL)
-        self.wait()
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            if self.poll() is None:
+                with contextlib.suppress(ProcessLookupError):  # The script has ended since the poll.
+                    os.killpg(self.pid, signal_number)
+            deadline = time.monotonic() + 40
+            while self.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
         self._temporary.cleanup()
 
 
@@ -172,13 +175,13 @@ def _serve() -> list[str]:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         script_pid = os.fork()
         if script_pid:
-            print(script_pid, flush=True)
             status = os.waitstatus_to_exitcode(os.waitpid(script_pid, 0)[1])
             (folder / "new status").write_text(str(status))
             (folder / "new status").rename(folder / "status")  # `poll` could find an empty file if this wrote "status".
             os._exit(0)
         os.setsid()
         output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        print(os.getpid(), flush=True)  # From here on the script can be killed, and its output be read.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)

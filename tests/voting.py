@@ -3,10 +3,10 @@
     torchrun --standalone --nproc-per-node 2 -m pytest -p voting ...
 
 Without the plugin, a rank that fails before a collective would leave the other ranks waiting. Their collective would
-pair with a collective of the failed rank's NEXT test, and the wrong test would fail. So the set-up and the call of each
-test end with a vote over the store of torchrun. A rank that has failed first destroys its process group, which raises
-an error on ranks that wait in a collective. Then all ranks exchange their outcomes. If a rank has failed, all ranks
-raise the same AssertionError and create a new process group.
+pair with a collective of the failed rank's NEXT test, and the wrong test would fail. So set-up, call and teardown of
+each test end with a vote over the store of torchrun. A rank that has failed first destroys its process group, which
+raises an error on ranks that wait in a collective. Then all ranks exchange their outcomes. If a rank has failed, all
+ranks raise the same AssertionError and create a new process group.
 """
 
 import contextlib
@@ -169,7 +169,7 @@ def pytest_runtest_setup() -> Generator[None, object, object]:
         return (yield)
 
 
-pytest_runtest_call = pytest_runtest_setup
+pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -29,6 +29,10 @@ SCHEDULES = {
 }
 
 
+def test_the_table_has_every_schedule_of_torch() -> None:
+    assert {name for name in dir(pipelining) if name.startswith("Schedule")} == {*SCHEDULES}
+
+
 @pytest.fixture
 def mesh(ranks: Ranks) -> DeviceMesh:
     return init_device_mesh(ranks.device.type, (2, ranks.size // 2), mesh_dim_names=("pp", "dp"))

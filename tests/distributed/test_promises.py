@@ -73,6 +73,18 @@ def test_promise_1_holds_for_inputs_whose_sums_of_squares_lose_digits(
         assert error <= bound, name
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.filterwarnings("ignore:syncbn. .*NaN or infinity")
+def test_promise_1_holds_for_nan_and_infinity(ranks: Ranks, bad: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2 * ranks.size, C, 4, dtype=torch.float64)
+    x[-1, 1, 2] = bad  # This is a sample of the last rank.
+    alone, local = nn.BatchNorm1d(C, dtype=torch.float64), ranks.even_slice(len(x))
+    layer = syncbn.SyncBatchNorm1d(C, dtype=torch.float64, device=ranks.device)
+    torch.testing.assert_close(layer(x[local].to(ranks.device)).cpu(), alone(x)[local], equal_nan=True)
+    torch.testing.assert_close(layer.cpu().state_dict(), alone.state_dict(), equal_nan=True)
+
+
 # More: test_derivatives.py (second derivatives), test_step.py, test_activation_checkpointing.py, test_compile.py.
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # CommDebugMode's own hook on the layer
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, CommDebugMode], ids=["fast path", "dispatched kernels"])

@@ -75,8 +75,8 @@ def test_an_interrupt_leaves_no_record_of_a_collective_that_has_ended(
     layer(x)
     # The ranks may be interrupted at different events, so they must not wait for each other.
     monkeypatch.setattr(calls, "all_reduce", lambda payload, *_: payload)
-    gc.disable()  # A collection would add events.
     while was_interrupted:
+        gc.disable()  # A collection would add events.
         num_events, interrupted_event = 0, interrupted_event + 1
         try:
             sys.setprofile(interrupt)
@@ -86,7 +86,7 @@ def test_an_interrupt_leaves_no_record_of_a_collective_that_has_ended(
             assert not this_rank().waiting, interrupted_event
         finally:
             sys.setprofile(None)
-    gc.enable()
+            gc.enable()
     assert interrupted_event > 30  # A forward has more events than this, so the profile function has been called.
 
 

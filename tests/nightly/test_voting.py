@@ -33,12 +33,19 @@ def broken(ranks): assert ranks.rank != 0, "only here"
 
 def test_fails_in_a_fixture(broken): dist.all_reduce(torch.ones(1))
 
+@pytest.fixture
+def fails_at_its_end(ranks):
+    yield
+    assert ranks.rank != 1, "only here"
+
+def test_fails_in_the_teardown(fails_at_its_end): pass
+
 def test_passes_after_all(ranks): dist.all_reduce(torch.ones(1))
 """
 OUTCOMES = {
-    "ERROR": ["fails_in_a_fixture"],
+    "ERROR": ["fails_in_a_fixture", "fails_in_the_teardown"],
     "FAILED": ["fails_before_a_collective", "fails_with_a_graph_alive", "fails_after_an_error"],
-    "PASSED": ["passes_between", "passes_after_all"],
+    "PASSED": ["passes_between", "fails_in_the_teardown", "passes_after_all"],
 }
 
 
