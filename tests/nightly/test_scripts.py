@@ -43,7 +43,7 @@ def test_a_dry_run_of_gpu_sh_passes(tmp_path: Path) -> None:
     assert parts.keys() == gpu_run.PARTS.keys()
     assert all(part["verdict"].startswith(("passed", "skipped: ")) for part in parts.values()), parts
     for names in gpu_run.DISTRIBUTED_TESTS:  # A dry run does not run these files.
-        assert all((ROOT / file).exists() for file in run_tests.distributed(names))
+        assert all((ROOT / file).exists() for file in run_tests.to_paths(names, "tests/distributed"))
 
 
 @pytest.mark.parametrize(("selected", "passes"), [("good", True), ("bad", False), ("none", True)])
