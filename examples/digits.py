@@ -99,7 +99,8 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(arguments.seed)
     images, labels = load_images(torch.float64, device)  # In float32 rounding would change the loss curves visibly.
-    test, images, labels = (images[:NUM_TEST], labels[:NUM_TEST]), images[NUM_TEST:], labels[NUM_TEST:]
+    test = images[:NUM_TEST], labels[:NUM_TEST]
+    images, labels = images[NUM_TEST:], labels[NUM_TEST:]  # for training
     sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
     trainers = three_ways(build_model(arguments.width).to(device, torch.float64), sgd)
     batch, epoch = arguments.images_per_rank * dist.get_world_size(), 0
@@ -129,7 +130,8 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             advance(f"epoch {epoch + 1}/{arguments.epochs}  {last_losses(trainers)}")
             if len(remaining) == 0:
                 epoch += 1
-                for trainer in trainers:  # trainer.module has no DDP, so its evaluation does not communicate.
+                # Evaluation calls trainer.module, the model without DDP, so it does not communicate.
+                for trainer in trainers:
                     trainer.tests.setdefault("accuracies", []).append(accuracy(trainer.module, *test))
             if path is not None and (step % arguments.checkpoint_every == 0 or epoch == arguments.epochs):
                 state = {"batch": batch, "epoch": epoch, "remaining": remaining}

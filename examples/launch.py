@@ -51,7 +51,7 @@ def run_on_ranks(job: Callable[[argparse.Namespace, torch.device], None], parser
 
 
 def local_slice(batch: Tensor) -> Tensor:
-    """Return the slice of this rank of a whole batch."""
+    """Return this rank's slice of the whole batch."""
     return batch.tensor_split(dist.get_world_size())[dist.get_rank()]
 
 

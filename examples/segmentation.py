@@ -51,7 +51,8 @@ STORED_RESULTS = Path(__file__).parent / "evidence" / "segmentation_seeds.json"
 
 
 def new_parser(manual: str, name: str) -> argparse.ArgumentParser:
-    """Return a parser for this job and for evidence/segmentation_seeds.py, without the option of the job for seeds."""
+    """Return a parser with the options that this job and evidence/segmentation_seeds.py have in common. This job adds
+    --seed, a seed, and the other job --seeds, a number of seeds."""
     parser = launch.new_parser(manual, name)
     add = parser.add_argument
     add("--steps", type=int, default=1000, help="steps of the optimizer")
@@ -144,8 +145,8 @@ def intersection_over_union(model: nn.Module, images: Tensor, labels: Tensor) ->
 
 
 def test(trainer: Trainer, images: Tensor, labels: Tensor, training: Tensor) -> None:
-    """Set trainer.tests to the IoUs. For local batch norm add the mean IoU with running statistics that are recomputed
-    on training scenes."""
+    """Test the model and store the results in trainer.tests: the IoU of each class and the mean IoU. For local batch
+    norm add the mean IoU with running statistics that are recomputed on training scenes."""
     if trainer.is_parallel:
         for buffer in trainer.module.buffers():
             dist.broadcast(buffer, 0)  # Jobs save the model of rank 0, so that model is tested.
@@ -153,7 +154,8 @@ def test(trainer: Trainer, images: Tensor, labels: Tensor, training: Tensor) -> 
     trainer.tests = {"mean_iou": iou.mean().item(), "ious": iou.tolist()}
     if trainer.name == "local":
         recomputed = copy.deepcopy(trainer.module)
-        recompute_running_stats(recomputed, DataLoader(TensorDataset(local_slice(training))), empty=training[:0])
+        loader = DataLoader(TensorDataset(local_slice(training)))
+        recompute_running_stats(recomputed, loader, empty=training[:0])  # `empty` is a batch without scenes.
         trainer.tests["mean_iou_recomputed"] = intersection_over_union(recomputed, images, labels).mean().item()
 
 
@@ -166,7 +168,8 @@ def draw_predictions(figure: Any, trainers: list[Trainer], images: Tensor, label
     columns = [("scene", "black", images.permute(0, 2, 3, 1)), ("labels", "black", labels)]
     for trainer in trainers:
         title = f"{trainer.name}\nmean IoU {trainer.tests['mean_iou']:.0%}"
-        columns.append((title, LOOKS[trainer.name][0], predict(trainer.module, images)))
+        color, _ = LOOKS[trainer.name]
+        columns.append((title, color, predict(trainer.module, images)))
     figure.set_size_inches(1.6 * len(columns), 1.6 * len(images) + 0.9)
     grid = figure.subplots(len(images), len(columns), squeeze=False)
     for axes_of_column, (title, color, pictures) in zip(grid.T, columns, strict=True):
@@ -230,7 +233,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     report(trainers, "mean IoU", scores, batch, arguments, predictions=predictions)
     print_stored_results(STORED_RESULTS)
     if num_ranks == 1:
-        print("Nothing is shown: in one process all three ways are the same. Start two ranks with torchrun.")
+        print("This run compares nothing: in one process all three ways are the same. Start two ranks with torchrun.")
     else:
         iou = ", ".join(f"{score:.0%} ({trainer.name})" for trainer, score in zip(trainers, scores, strict=True))
         shown = f"the losses differ by at most {distance(trainers[1], trainers[0]):.0e}; mean IoU is {iou}"

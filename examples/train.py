@@ -52,7 +52,8 @@ def build_model():
 def parallel(model):
     """DistributedDataParallel without its broadcast of buffers, as all ranks compute equal buffers."""
     names = inspect.signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"  # before torch 2.13
+    # torch 2.13 has renamed the argument broadcast_buffers.
+    name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     return DistributedDataParallel(model, **{name: False})
 
 
@@ -99,7 +100,8 @@ def train(arguments, device):
     training, validation, test = load_data()
     sampler = DistributedSampler(training, drop_last=True)
     loader = DataLoader(training, arguments.images_per_rank, sampler=sampler, drop_last=True)
-    local_validation = Subset(validation, range(rank, len(validation), world_size))  # Every image is on one rank.
+    # A DistributedSampler would repeat or omit images. Here each validation image is on exactly one rank.
+    local_validation = Subset(validation, range(rank, len(validation), world_size))
     validation_loader = DataLoader(local_validation, batch_size=100)
 
     torch.manual_seed(0)
@@ -117,7 +119,8 @@ def train(arguments, device):
 
     for epoch in range(first_epoch, arguments.epochs):
         sampler.set_epoch(epoch)  # Every epoch has another order of the images.
-        torch.manual_seed(epoch * world_size + rank)  # Dropout and augmentation are also the same after a restart.
+        # An epoch that is repeated after a restart draws the same dropout and augmentation as before.
+        torch.manual_seed(epoch * world_size + rank)
         train_epoch(ddp, optimizer, loader, device)
         scheduler.step()
         assert not unequal(model.state_dict()), "the ranks have different tensors"

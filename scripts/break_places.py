@@ -3,9 +3,10 @@
     python scripts/break_places.py                  half an hour or more
     python scripts/break_places.py --seed 41        other lines
 
-A seed draws the same mutations until the package changes, so run the script before and after a change of the tests.
-Judge each mutation that is not caught: it may change no result. (cosmic-ray and mutmut mutate no C++, cannot mutate a
-random sample of the lines, and cannot run tests under torchrun.)
+While the package does not change, a seed draws the same mutations. Run the script before and after you change tests: if
+the new tests are weaker, they catch fewer mutations. A mutation that is not caught shows a gap in the tests, unless the
+mutated line gives the same results. (cosmic-ray and mutmut mutate no C++, cannot mutate a random sample of the lines,
+and cannot run tests under torchrun.)
 """
 
 import argparse
@@ -40,8 +41,9 @@ PYTHON_RULES: list[Rule] = [
     (r"^ +([\w.]+\(.*\))$", lambda text: "pass"),  # a call whose result is not used
 ]
 IGNORED = re.compile(r"\s*(@|def |class |import |from |raise |assert |template|static_assert|using |#)")
-# A test's name in the output of `pytest -v`, up to PASSED, FAILED, "Fatal Python error" or the end of the line.
-STARTED = re.compile(r"^tests/\S+::.*?(?= (?:[A-Z]{5,}|Fatal) | *$)", re.MULTILINE)
+# Matches the name of a test in a line of `pytest -v`. After the name comes a word such as PASSED or FAILED, "Fatal
+# Python error", or nothing if the test has not ended.
+STARTED_TEST = re.compile(r"^tests/\S+::.*?(?= (?:[A-Z]{5,}|Fatal) | *$)", re.MULTILINE)
 
 
 class Mutation(NamedTuple):
@@ -76,18 +78,19 @@ def draw(seed: int) -> list[Mutation]:
 
 
 def failing_test(tests: list[str], folder: Path) -> str:
-    """Return the first test that fails, crashes or hangs in the folder, "an import" if no test starts, or ""."""
+    """Run pytest in the folder. Return the first test that fails, crashes or hangs, "an import" if no test starts, or
+    "" if all pass. `tests` are arguments of pytest: files, tests and options."""
     pytest = "pytest -x -v -p no:cacheprovider --timeout=600 --timeout-method=thread"
     if tests[0].startswith("tests/distributed"):
         pytest = f"{TORCHRUN} 2 -m {pytest} -p voting"
     environment = os.environ | {"PYTHONPATH": f"{folder}:tests"}
-    if "triton" in tests:  # selected by -m
+    if "triton" in tests:  # The arguments contain "-m triton".
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", *pytest.split(), *tests]
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
     if run.returncode == 0:
         return ""
-    started = STARTED.findall(run.stdout)
+    started = STARTED_TEST.findall(run.stdout)
     return started[-1] if started else "an import"
 
 

@@ -29,15 +29,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from run_tests import TORCHRUN, to_paths
-from run_tests import Part as Program
+from run_tests import Part as Program  # A part of run_tests.py is one program. A part of this script starts several.
 
 ROOT = Path(__file__).resolve().parent.parent
 DRY_RUN_FACTOR = 40  # A dry run multiplies all limits, because Triton's interpreter is slow.
+# Two ranks on one GPU communicate by nccl over the loopback interface, without InfiniBand.
 ONE_GPU = {"TESTS_BACKEND": "nccl", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "VERSION"}
-OTHER_LAYERS = r"rank 0: in body\.bn2 forward, call 3.*\n.*rank 1: in body\.bn3 forward, call 3"
-OTHER_MODELS = r"number 1 of layer '1' in Sequential\n.*rank 1: .*number 2 of layer '1'"
-OTHER_GRAPHS = r"rank 0: in body\.bn1 forward, in a CUDA graph.*\n.*rank 1: in body\.bn2 forward, in a CUDA graph"
-OTHER_DTYPES = "have inputs of different dtypes"
+# Regular expressions that match the errors of ranks.
+DIFFERENT_LAYERS = r"rank 0: in body\.bn2 forward, call 3.*\n.*rank 1: in body\.bn3 forward, call 3"
+DIFFERENT_MODELS = r"number 1 of layer '1' in Sequential\n.*rank 1: .*number 2 of layer '1'"
+DIFFERENT_GRAPHS = r"rank 0: in body\.bn1 forward, in a CUDA graph.*\n.*rank 1: in body\.bn2 forward, in a CUDA graph"
+DIFFERENT_DTYPES = "have inputs of different dtypes"
 BAD_ARGUMENT = r"another rank failed in body\.bn2 forward, call 3\.\n.*rank 1: ValueError: expected 4 channels"
 ONE_VALUE = "Expected more than 1 value per channel when training, got 1 over all ranks"
 DDP_ERROR = "Expected to have finished reduction"
@@ -46,16 +48,16 @@ ANYTHING = ""
 FAULTS = {
     "kill -9 in forward": ("rank 1: .*its process", ANYTHING),
     "sleeps": ("rank 0 has waited", ANYTHING),
-    "skips a layer": (ANYTHING, f"{OTHER_LAYERS}|{DDP_ERROR}"),  # DDP may raise its error first.
-    "another order": (OTHER_LAYERS, OTHER_LAYERS),
-    "autocast": (OTHER_DTYPES, OTHER_DTYPES),
-    "two models, another order": (OTHER_MODELS, OTHER_MODELS),
+    "skips a layer": (ANYTHING, f"{DIFFERENT_LAYERS}|{DDP_ERROR}"),  # DDP may raise its error first.
+    "another order": (DIFFERENT_LAYERS, DIFFERENT_LAYERS),
+    "autocast": (DIFFERENT_DTYPES, DIFFERENT_DTYPES),
+    "two models, another order": (DIFFERENT_MODELS, DIFFERENT_MODELS),
     "bad argument": (BAD_ARGUMENT, "ValueError: body.bn2: expected 4 channels"),
     "one value": (ONE_VALUE, ONE_VALUE),
     "NaN": (ANYTHING, r"NaN or infinity in the input of body\.bn1 forward, call 3 on rank 1"),
-    "replay": (OTHER_GRAPHS, OTHER_GRAPHS),
+    "replay": (DIFFERENT_GRAPHS, DIFFERENT_GRAPHS),
 }
-DISTRIBUTED_TESTS = ("ddp", "promises"), ("recipes", "groups", "running_stats")  # two jobs of equal length
+DISTRIBUTED_TESTS = ("ddp", "promises"), ("recipes", "groups", "running_stats")  # two jobs that take about equally long
 
 
 class Skip(Exception):  # noqa: N818  # not an error
@@ -128,7 +130,8 @@ def machine(part: Part) -> None:
 def correctness(part: Part) -> None:
     """Test the kernels against the reference, and sizes, launches, graphs and streams that only a GPU has.
 
-    Tests of each dtype, and those without a dtype, have their own process, so that the processes compile at once.
+    Each dtype has a process for its tests, and the tests without a dtype have one more. The processes compile kernels
+    at the same time.
     """
     selections = ["torch.float32", "torch.bfloat16", "torch.float16", "torch.float64", "not torch"]
     if part.dry_run:
@@ -144,7 +147,7 @@ def start_ranks(part: Part, fault: str) -> list[Program]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONUNBUFFERED": "1", "WORLD_SIZE": "2"}
-    # The time-out is longer than the 30 s of waiting after which the watchdog reports.
+    # Collectives time out after 50 s, so that the watchdog, which reports after 30 s, reports first.
     environment |= {"LOCAL_WORLD_SIZE": "2", "COLLECTIVE_SECONDS": "50"} | ({} if part.dry_run else ONE_GPU)
     return [part.start("faulty_job", fault, **environment, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
 
@@ -164,7 +167,8 @@ def faults(part: Part) -> None:
     """Check what two ranks on one GPU report if rank 1 has a fault. All jobs run at the same time."""
     if not part.dry_run and nccl_refusal():
         raise Skip(nccl_refusal())
-    jobs = {fault: start_ranks(part, fault) for fault in FAULTS if not (part.dry_run and fault == "replay")}
+    selected = [fault for fault in FAULTS if not (part.dry_run and fault == "replay")]  # CPUs have no CUDA graphs.
+    jobs = {fault: start_ranks(part, fault) for fault in selected}
 
     def missing(fault: str) -> list[str]:
         """Return the expressions that the outputs of the ranks do not match yet."""
@@ -194,7 +198,7 @@ def ranks(part: Part) -> None:
 
 
 def benchmark(command: str, dry_run_command: str, part: Part) -> None:
-    """Run bench.py with these arguments, print its tables and keep the times that it writes."""
+    """Run bench.py with the arguments `command`, print its tables and keep the times that it writes."""
     arguments = dry_run_command if part.dry_run else command
     program = part.start("bench", *arguments.split(), "--output", part.folder)
     part.wait()
@@ -214,15 +218,16 @@ def sanitizer(part: Part) -> None:
     part.results.append({"ok": "ERROR SUMMARY: 0 errors" in pytest.text()})
 
 
-LARGE = "layers --dtypes bfloat16 float32 --rounds 15 --shapes 32x64x112x112 32x256x56x56 32x512x14x14 32x2048x7x7"
-TINY = "layers --rounds 2 --shapes 2x8x3x3"
+# Arguments of bench.py for the part "passes", which times forward and backward of single layers.
+PASSES = "layers --dtypes bfloat16 float32 --rounds 15 --shapes 32x64x112x112 32x256x56x56 32x512x14x14 32x2048x7x7"
+PASSES_OF_DRY_RUN = "layers --rounds 2 --shapes 2x8x3x3"
 PARTS: dict[str, tuple[Callable[[Part], None], float, str]] = {  # name -> function, limit in seconds, needed packages
     "machine": (machine, 40, ""),
     "correctness": (correctness, 110, "pytest pytest_timeout triton"),
     "faults": (faults, 120, ""),
     "layers": (partial(benchmark, "gpu layers", "gpu layers --dry-run"), 50, "rich"),
     "steps": (partial(benchmark, "gpu steps", "gpu steps --dry-run"), 100, "rich numpy PIL"),
-    "passes": (partial(benchmark, LARGE, TINY), 90, "rich"),
+    "passes": (partial(benchmark, PASSES, PASSES_OF_DRY_RUN), 90, "rich"),
     "ranks": (ranks, 140, "pytest pytest_timeout"),
     "sanitizer": (sanitizer, 60, "pytest pytest_timeout triton"),
 }

@@ -3,9 +3,10 @@
     python scripts/gpu_static.py                            tables of sm_90; a minute or two
     python scripts/gpu_static.py --capability 86 --shapes 32x512x14x14
 
-Calls the functions of syncbn/kernels/gpu.py on meta tensors, with a Triton driver that compiles for the chosen GPU and
-launches nothing. Of each function the tables have the kernel that processes the whole tensor. `Code` describes the
-columns; the last column is the number of programs that fit on a multiprocessor. Measured times are in docs/gpu.md.
+The script calls the functions of syncbn/kernels/gpu.py on meta tensors, with a Triton driver that compiles for the
+chosen GPU and launches nothing. A function launches several kernels. The tables show the kernel that processes the
+whole tensor, and leave out kernels for per-channel values. `Code` describes the columns; the last column is the number
+of programs that fit on a multiprocessor. Measured times are in docs/gpu.md.
 """
 
 import argparse
@@ -69,8 +70,10 @@ def stand_in_driver(capability: int, launch: Callable[..., None]) -> SimpleNames
     instead of launching a kernel."""
     return SimpleNamespace(
         utils=SimpleNamespace(
+            # Triton refuses kernels that need more shared memory. All GPUs get the largest limit in GPUS.
             get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
-            # Module, function, registers, spills, threads. The compiled binary stands in for the loaded function.
+            # The result has module, function, registers, spills and maximum number of threads. `record` below needs
+            # the binary, so the binary takes the place of the function.
             load_binary=lambda name, binary, *_: (1, binary, 32, 0, 1024),
             unload_module=lambda module: None,
         ),
@@ -90,13 +93,17 @@ def clear_triton_caches() -> None:
 
 @contextlib.contextmanager
 def recorded(capability: int) -> Iterator[tuple[ModuleType, list[Launch]]]:
-    """Yield the module of the kernels, which compiles for a GPU of this capability, and the list of its launches."""
+    """Yield the module syncbn.kernels.gpu and a list, to which each launch of a kernel appends a Launch.
+
+    Kernels are compiled for a GPU of this capability. They do not run.
+    """
     launches: list[Launch] = []
 
     def record(source: Any, metadata: Any, x: int, y: int, z: int, stream: int, binary: bytes, *rest: Any) -> None:
-        arguments = rest[4:]  # Arguments 0 to 3 are metadata and hooks.
+        arguments = rest[4:]  # rest[:4] are metadata and hooks of Triton.
         launches.append(Launch(metadata, binary, dict(zip(source.fn.arg_names, arguments, strict=False))))
 
+    # Tests also compile for a capability that is not in GPUS.
     multiprocessors = GPUS[capability].multiprocessors if capability in GPUS else gpu.MULTIPROCESSORS
     clear_triton_caches()
     triton.runtime.driver.set_active(stand_in_driver(capability, record))
@@ -137,7 +144,8 @@ def read(launch: Launch) -> Code:
     instructions = {int(address, 16): text for address, text in INSTRUCTION.findall(listing)}
     main_loop = list(instructions.values())
     for end, instruction in instructions.items():
-        for start in re.findall(r"\bBRA\b.* 0x([0-9a-f]+)", instruction):  # A branch backwards ends a loop.
+        # A branch backwards ends a loop. For a branch forwards `loop` is empty, and so loads nothing.
+        for start in re.findall(r"\bBRA\b.* 0x([0-9a-f]+)", instruction):
             loop = [text for address, text in instructions.items() if int(start, 16) <= address <= end]
             if any("LDG" in text for text in loop) and len(loop) < len(main_loop):
                 main_loop = loop
@@ -173,11 +181,13 @@ def programs_at_once(capability: int, launch: Launch, code: Code) -> int:
 
 
 def table(capability: int, shapes: list[str], dtypes: list[str]) -> Iterator[tuple[Case, str, Code, int]]:
-    """Yield case, function, the code of the kernel that processes the whole tensor, and its programs at once."""
+    """Yield a case, a function of kernels/gpu.py, the code of the kernel that processes the whole tensor, and the
+    number of programs that fit on a multiprocessor."""
     for case in cases(shapes, dtypes):
         for function in FUNCTIONS:
             with recorded(capability) as (kernels, launches):
                 kernel_calls(case, torch.device("meta"), kernels)[function][0]()
+            # Kernels that process the whole tensor, those of gpu_tiles.py, have the parameter TILES.
             (launch,) = [launch for launch in launches if "TILES" in launch.arguments]
             code = read(launch)
             yield case, function, code, programs_at_once(capability, launch, code)

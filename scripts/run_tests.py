@@ -1,12 +1,13 @@
 """Run the tests in parts, several at a time, and print the progress every 10 s (every 30 s without a terminal).
 
-    scripts/test.sh                     makes .venv first
+    scripts/test.sh                     all tests; the shell script creates .venv and then starts run_tests.py
     scripts/test.sh --quick             one process and 2 ranks, without tests that are slow, compile or start programs
     scripts/test.sh --nightly           only the tests of scripts/ and of the plugin voting, and all tests on 4 ranks
     scripts/test.sh -k mask             other arguments go to pytest
 
 The output of each part goes to runs/tests. At the end the script prints the logs of the failed parts, and pytest's
-summary of each part. (pytest-xdist cannot start ranks, and make shows no progress.)
+summary of each part. pytest-xdist could not replace this script, because it cannot start ranks. make could not replace
+it either, because make shows no progress.
 """
 
 import contextlib
@@ -20,10 +21,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 LOGS = Path("runs/tests")
-AT_ONCE = 4  # parts that run at a time, on two cores, because tests that start programs often wait
+MAX_RUNNING = 4  # Four parts run at the same time even on two cores, because tests that start programs often wait.
 LINE_SECONDS = 10.0 if sys.stdout.isatty() else 30.0
 FAILED_LINES = 200  # lines of a failed part's log that are printed
-# Part -> names of its files, tests/test_NAME.py. The longest part starts first.
+# Part -> names of its files, tests/test_NAME.py. Of these parts the longest comes first.
 STARTS_PROGRAMS = {
     "crashes": ("crashes", "faults", "two_hosts"),
     "programs": ("lightning", "package", "readme", "testing"),
@@ -34,7 +35,7 @@ INTERPRETED = "kernels", "triton"  # Triton's interpreter runs these files, too.
 # Files of tests/distributed that also run on 4 ranks, because their promises depend on the number of ranks or groups.
 FOUR_RANKS = "ddp", "fsdp", "fuzz", "groups", "pipeline_schedules", "promises"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"
-PYTEST = "pytest -v -o console_output_style=count"  # prints a line with its number for each test
+PYTEST = "pytest -v -o console_output_style=count"  # prints a line for each test, which ends with "[ 12/345]"
 
 
 def to_paths(names: Iterable[str], folder: str = "tests") -> list[str]:
@@ -88,10 +89,11 @@ class Part:
         return lines[-1] if lines else f"exit status {self.process.returncode}, without a summary"
 
 
-def on_ranks(number: int, *arguments: str, name: str = "", **environment: str) -> Part:
+def on_ranks(number: int, *arguments: str, suffix: str = "", **environment: str) -> Part:
+    """Return a part that runs pytest on several ranks. The part is named "2 ranks", followed by `suffix`."""
     module = f"{TORCHRUN} {number} -m {PYTEST} -p voting"
     path = f"tests{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    return Part(f"{number} ranks{name}", module, *arguments, PYTHONPATH=path, **environment)
+    return Part(f"{number} ranks{suffix}", module, *arguments, PYTHONPATH=path, **environment)
 
 
 def make_parts(option: str, arguments: list[str]) -> list[Part]:
@@ -110,14 +112,14 @@ def make_parts(option: str, arguments: list[str]) -> list[Part]:
     if option == "--quick":
         return [one_process, two_ranks]
     interpreted = {"TRITON_INTERPRET": "1"}
-    # In test_conversion.py a third rank changes nothing.
+    # Three ranks run kernels/reference.py in place of the C++ kernels. A third rank adds nothing to test_conversion.py.
     three_ranks = "tests/distributed", "--ignore=tests/distributed/test_conversion.py"
     return [
         one_process,
         *(Part(name, PYTEST, *to_paths(names), *arguments) for name, names in STARTS_PROGRAMS.items()),
         Part("interpreted", PYTEST, *to_paths(INTERPRETED), "-m", "triton", *arguments, **interpreted),
         two_ranks,
-        on_ranks(2, "tests/distributed/test_status.py", *arguments, name=", interpreted", **interpreted),
+        on_ranks(2, "tests/distributed/test_status.py", *arguments, suffix=", interpreted", **interpreted),
         on_ranks(3, *three_ranks, *arguments, SYNCBN_KERNELS="reference"),
         on_ranks(4, *to_paths(FOUR_RANKS, "tests/distributed"), *arguments),
     ]
@@ -134,7 +136,7 @@ def run(parts: list[Part]) -> bool:
     waiting, running = [*parts], []
     try:
         while waiting or running:
-            while waiting and len(running) < AT_ONCE:
+            while waiting and len(running) < MAX_RUNNING:
                 running.append(waiting.pop(0))
                 running[-1].start()
             time.sleep(0.1)
@@ -162,7 +164,8 @@ def main() -> None:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: sys.exit("interrupted"))  # The exit ends the running parts.
     os.chdir(Path(__file__).parent.parent)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # With this variable 200 processes would compile the same files.
+    # Without stored bytecode each of about 200 processes would compile the same Python files.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     option = sys.argv.pop(1) if sys.argv[1:2] in (["--quick"], ["--nightly"]) else ""
     sys.exit(not run(make_parts(option, sys.argv[1:])))
 

@@ -1,12 +1,12 @@
 """Compare the C++ kernels of this tree with those of another commit.
 
-    python scripts/bench.py guard             with the fastest commit, the last of scripts/kernels_baseline.csv
+    python scripts/bench.py guard             with the fastest commit, in the last row of scripts/kernels_baseline.csv
     python scripts/bench.py guard main --shapes 32x64x56x56 --dtypes float32
 
 Each commit builds its kernels in a temporary folder, by its own build script. Two processes take turns with steps of
 the same batch norm, so that other load slows both processes. The result is the median over the rounds of the ratio of
-their times. A case with a ratio above LIMIT is measured again in new processes, because a process may get slow memory.
-The exit status is 1 if a case is above LIMIT in all ATTEMPTS.
+their times. A case with a ratio above LIMIT is measured again in new processes, because the memory of one process may
+be slower than that of the other. The exit status is 1 if the ratio of a case is above LIMIT in all ATTEMPTS.
 """
 
 import argparse
@@ -26,7 +26,8 @@ import torch
 from benchmarks.measuring import Case, cases, draw, interleave, median_and_spread, session, show, time_step
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPES = ["32x64x56x56", "64x512x7x7", "2048x1024"]  # Python's time is a small part of a step of 6 to 26 MB.
+# Inputs of 6 to 26 MB in float32, so that Python's time is a small part of a step.
+SHAPES = ["32x64x56x56", "64x512x7x7", "2048x1024"]
 LIMIT = 1.15  # this tree's time / the other commit's time
 ATTEMPTS = 3
 FOLDERS = "syncbn", "scripts"  # contain all that the build of a commit needs
@@ -69,7 +70,10 @@ def import_syncbn(folder: Path) -> None:
 
 @lru_cache(1)
 def make_step(case: Case) -> Callable[[], list[float]]:
-    """Return a function that times a step of the public layer, which all commits have."""
+    """Return a function that times a step of the public layer, which all commits have.
+
+    The cache keeps the layer and the tensors of a case for all rounds. The next case replaces them.
+    """
     import syncbn
 
     options = {"channel_last": True} if case.channel_dim != 1 else {}
@@ -88,12 +92,12 @@ def time_in(process: ProcessPoolExecutor, case: Case) -> list[float]:
     return process.submit(fastest_step, case).result()
 
 
-def compare(this: Path, other: Path, rounds: int, steps: list[Case]) -> dict[str, dict[str, float]]:
+def compare(this: Path, other: Path, rounds: int, cases_to_time: list[Case]) -> dict[str, dict[str, float]]:
     """Return the ratios of this tree's times to the other's, measured in new processes."""
     os.environ.update(KEEP_FREED_MEMORY)
     new_process, rows = partial(ProcessPoolExecutor, 1, get_context("spawn"), import_syncbn), {}
     with new_process((this,)) as this_process, new_process((other,)) as other_process:
-        for case in steps:
+        for case in cases_to_time:
             calls = {"other": partial(time_in, other_process, case), "this": partial(time_in, this_process, case)}
             times = interleave(calls, rounds, warm_up=0)
             ratios = torch.tensor(times["this"]) / torch.tensor(times["other"])  # (rounds, 2)

@@ -27,7 +27,8 @@ Rows = Mapping[str, Mapping[str, float]]  # row -> column -> value
 class Case(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
-    channels_last: bool  # Three dims are (N, L, C). Four or five dims have the memory format channels last.
+    # If True, a shape of three dims is (N, L, C), and four or five dims have the memory format channels last.
+    channels_last: bool
     fused: bool = False  # Add a residual and apply relu.
 
     @property
@@ -92,9 +93,9 @@ def time_stages(device: torch.device, *stages: Callable[..., Any]) -> list[float
     return [a.elapsed_time(b) if stream else 1e3 * (b - a) for a, b in itertools.pairwise(times)]
 
 
-def time_step(peer: Callable[[Tensor, Tensor], Tensor], x: Tensor, residual: Tensor, dy: Tensor) -> list[float]:
-    """Return the milliseconds of forward, and of backward with all gradients."""
-    times = time_stages(x.device, partial(peer, x, residual), lambda y: y.backward(dy))
+def time_step(layer: Callable[[Tensor, Tensor], Tensor], x: Tensor, residual: Tensor, dy: Tensor) -> list[float]:
+    """Return the milliseconds of the forward `layer(x, residual)`, and of its backward with all gradients."""
+    times = time_stages(x.device, partial(layer, x, residual), lambda y: y.backward(dy))
     x.grad = residual.grad = None
     return times
 
@@ -104,8 +105,8 @@ def interleave(
 ) -> dict[Any, list[Any]]:
     """Make all calls in turn in each round, and return the results of each call, without those of `warm_up` rounds.
 
-    A round makes each call `repeats` times and keeps the last result, because the call before has filled the caches
-    with other tensors.
+    In a round each call is made `repeats` times in a row, and only the last result is kept. With repeats=2 a repetition
+    of the same call precedes the measured call, so that the caches do not contain the tensors of a different call.
     """
     results: dict[Any, list[Any]] = {name: [] for name in calls}
     for _ in range(warm_up + rounds):
@@ -151,7 +152,8 @@ def show(title: str, rows: Rows) -> None:
 
 def conditions() -> dict[str, object]:
     """Return when, where and how this process measures."""
-    from syncbn.__main__ import info  # A process of guard.py imports this file before it imports another syncbn.
+    # Not at the top: a process of guard.py imports this file first, and then syncbn from the folder of another commit.
+    from syncbn.__main__ import info
 
     cpuinfo = Path("/proc/cpuinfo")  # exists on Linux only
     processors = re.findall("model name\t: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
