@@ -236,9 +236,9 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         print("This run compares nothing: in one process all three ways are the same. Start two ranks with torchrun.")
     else:
         iou = ", ".join(f"{score:.0%} ({trainer.name})" for trainer, score in zip(trainers, scores, strict=True))
-        shown = f"the losses differ by at most {distance(trainers[1], trainers[0]):.0e}; mean IoU is {iou}"
+        shown = f"the losses differ by at most {distance(trainers[1], trainers[0]):.0e}, and mean IoU is {iou}"
         print(
-            f"Shown, at seed {arguments.seed}: {num_ranks} ranks with syncbn train as one process does, {shown}. "
+            f"Shown, at seed {arguments.seed}: {num_ranks} ranks with syncbn train as one process does: {shown}. "
             "Not shown: other seeds (the table above), other tasks, more images a rank, GPUs."
         )
 

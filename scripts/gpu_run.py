@@ -92,12 +92,14 @@ class Part:
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
         """Wait until all programs have ended, `until` returns True, or the time is over. Then end the programs."""
-        while any(program.process.poll() is None for program in self.programs) and not until():
-            if time.monotonic() > self.deadline:
-                self.is_late = True
-                break
-            time.sleep(0.1)
-        self.end()
+        try:
+            while any(program.process.poll() is None for program in self.programs) and not until():
+                if time.monotonic() > self.deadline:
+                    self.is_late = True
+                    break
+                time.sleep(0.1)
+        finally:
+            self.end()
 
     def end(self) -> None:
         for program in self.programs:

@@ -2,7 +2,7 @@
 
     scripts/test.sh                     all tests; the shell script creates .venv and then starts run_tests.py
     scripts/test.sh --quick             one process and 2 ranks, without tests that are slow, compile or start programs
-    scripts/test.sh --nightly           only the tests of scripts/ and of the plugin voting, and all tests on 4 ranks
+    scripts/test.sh --nightly           only the tests of scripts/ and of the plugin voting, and tests/distributed on 4 ranks
     scripts/test.sh -k mask             other arguments go to pytest
 
 The output of each part goes to runs/tests. At the end the script prints the logs of the failed parts, and pytest's
@@ -137,8 +137,8 @@ def run(parts: list[Part]) -> bool:
     try:
         while waiting or running:
             while waiting and len(running) < MAX_RUNNING:
+                waiting[0].start()
                 running.append(waiting.pop(0))
-                running[-1].start()
             time.sleep(0.1)
             for part in [*running]:
                 if part.process.poll() is not None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run all tests by scripts/run_tests.py, the most important tests (--quick), or the tests of the scripts and of the plugin voting,
-# and all tests on 4 ranks (--nightly). Other arguments go to pytest: scripts/test.sh -k mask
+# and tests/distributed on 4 ranks (--nightly). Other arguments go to pytest: scripts/test.sh -k mask
 set -euo pipefail
 echo "On two cores all tests take about 4 minutes, with --quick 1. Missing packages are installed first."
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
