@@ -8,7 +8,7 @@ Each scene has its own brightness. If a rank has one image, local batch norm rem
 makes training easier. In evaluation batch norm uses running statistics, which do not remove it, so the model misses
 dark scenes. With syncbn training and evaluation agree better. The digits of the test scenes do not occur in training.
 
-A run has one seed. The job also prints the stored results of several seeds, by evidence/segmentation_seeds.py.
+A run has one seed. The job also prints results of several seeds that evidence/segmentation_seeds.py has stored.
 
     python examples/segmentation.py                                          one process: all three ways are the same
     torchrun --standalone --nproc-per-node 2 examples/segmentation.py        two ranks
@@ -45,7 +45,7 @@ DARKEST = 0.1  # lowest brightness of a scene; the highest is 1
 NUM_TEST = 297  # digits of the test scenes; the other 1,500 are for training
 NUM_CLASSES = 11  # background, 0, 1, ..., 9
 NUM_SHOWN = 4  # scenes in the picture
-NUM_RECOMPUTED = 100  # scenes per rank for recomputed running statistics
+NUM_FOR_STATISTICS = 100  # scenes per rank from which the running statistics of local batch norm are recomputed
 SAME_IOU = 1e-3  # Smaller differences of the IoU are rounding.
 STORED_RESULTS = Path(__file__).parent / "evidence" / "segmentation_seeds.json"
 
@@ -149,13 +149,13 @@ def test(trainer: Trainer, images: Tensor, labels: Tensor, training: Tensor) -> 
     norm add the mean IoU with running statistics that are recomputed on training scenes."""
     if trainer.is_parallel:
         for buffer in trainer.module.buffers():
-            dist.broadcast(buffer, 0)  # Jobs save the model of rank 0, so that model is tested.
+            dist.broadcast(buffer, 0)  # Local buffers differ. A job usually saves those of rank 0, so these are tested.
     iou = intersection_over_union(trainer.module, images, labels)
     trainer.tests = {"mean_iou": iou.mean().item(), "ious": iou.tolist()}
     if trainer.name == "local":
         recomputed = copy.deepcopy(trainer.module)
         loader = DataLoader(TensorDataset(local_slice(training)))
-        recompute_running_stats(recomputed, loader, empty=training[:0])  # `empty` is a batch without scenes.
+        recompute_running_stats(recomputed, loader, empty=training[:0])
         trainer.tests["mean_iou_recomputed"] = intersection_over_union(recomputed, images, labels).mean().item()
 
 
@@ -195,7 +195,7 @@ def train(arguments: argparse.Namespace, seed: int, device: torch.device) -> tup
                 trainer.step(images, labels, class_weights)
                 schedule.step()
             advance(f"seed {seed}  {last_losses(trainers)}")
-    training, _ = training_scenes.draw(NUM_RECOMPUTED * dist.get_world_size())
+    training, _ = training_scenes.draw(NUM_FOR_STATISTICS * dist.get_world_size())
     images, labels = test_scenes.draw(arguments.test_scenes)
     for trainer in trainers:
         test(trainer, images, labels, training)
@@ -215,7 +215,7 @@ def print_stored_results(file: Path) -> None:
         cells = "{:.2f} ± {:.2f}".format(*loss), "{:.1%} ± {:.1%}".format(*iou), f"{num_lower} of {len(seeds)}"
         rows.append((way, *cells, f"{largest:.1e}"))
     recomputed = mean_and_spread([seed["mean_iou_recomputed"] for seed in ways["local"]])
-    headings = "training", "final loss", "mean IoU", "seeds with a lower IoU", "largest distance, all seeds"
+    headings = "training", "final loss", "mean IoU", "seeds with a lower IoU", "largest distance of losses, all seeds"
     print_table(f"{len(seeds)} seeds: mean ± standard deviation ({results['date'][:10]})", headings, rows)
     print("Local with recomputed running statistics: mean IoU {:.1%} ± {:.1%}".format(*recomputed))
     command = f"torchrun --standalone --nproc-per-node {results['ranks']} {results['command']}"

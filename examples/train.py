@@ -4,7 +4,7 @@
 
 All ranks train and validate. After each epoch rank 0 writes a checkpoint. The script resumes from the checkpoint when
 the script is started again. At the end rank 0 evaluates the model alone. The data are random images, so the script runs
-unchanged: replace `load_data` and `build_model` with your own.
+as it is. For a job of your own replace `load_data` and `build_model`.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     scripts/test.sh                     all tests; the shell script creates .venv and then starts run_tests.py
     scripts/test.sh --quick             one process and 2 ranks, without tests that are slow, compile or start programs
-    scripts/test.sh --nightly           only the tests of scripts/ and of voting, and tests/distributed on 4 ranks
+    scripts/test.sh --nightly           only tests/nightly, and tests/distributed on 4 ranks
     scripts/test.sh -k mask             other arguments go to pytest
 
 The output of each part goes to runs/tests. At the end the script prints the logs of the failed parts, and pytest's

@@ -63,7 +63,7 @@ def draw_per_channel(num: int, num_channels: int) -> list[Tensor]:
     return list(torch.randn(num, num_channels, dtype=torch.float64).tanh())
 
 
-def identity_total(num_channels: int) -> Tensor:
+def total_of_mean_0_and_var_1(num_channels: int) -> Tensor:
     """Return the total of a batch with mean 0 and variance 1. With eps = 0, y is then x * weight + bias."""
     return payload.from_sums(torch.tensor([0.0, 1.0], dtype=torch.float64).repeat_interleave(num_channels), 1.0)
 

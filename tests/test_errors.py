@@ -1,4 +1,4 @@
-"""Tests that a bad argument raises an error with its values and the remedy, and that its nearest neighbour is accepted."""
+"""Tests that a bad argument raises an error with its values and the remedy, and a similar valid argument does not."""
 
 import re
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def test_shapes_that_torch_rejects_raise_the_same_text(dims: int, x: Tensor) -> 
 def test_an_error_begins_with_the_name_of_the_layer_and_ends_with_the_remedy(
     layer_class: type[nn.BatchNorm2d], training: bool
 ) -> None:
-    """A subclass may call F.batch_norm, whose text is "running_mean should contain 5 elements not 3"."""
+    """F.batch_norm, which a subclass may call, would say "running_mean should contain 5 elements not 3"."""
     text = "expected 3 channels in dim 1 of the input, got 5 .*; correct num_features, channel_last or channel_dim$"
     model = syncbn.convert_syncbn_model(nn.ModuleDict({"body": layer_class(3)})).train(training)
     with pytest.raises(ValueError, match=f"^body: {text}"):

@@ -1,7 +1,7 @@
 """Tests that every back end computes the formulas of docs/how_it_works.md, for all dtypes and for awkward sizes.
 
-A test calls the kernels as a rank does. Instead of an all_reduce, the test itself adds the payload of another rank.
-test_triton.py tests status words.
+A test calls the kernels as a rank does. In place of an all_reduce the test passes a total to which another rank has
+contributed. Tests that do not parametrize `kernels` run with every back end. test_triton.py tests status words.
 """
 
 import itertools
@@ -20,7 +20,8 @@ from torch import Tensor
 from syncbn import payload
 from syncbn.kernels import cpu, interface
 from syncbn.kernels.interface import BackEnd, ReluMask
-from syncbn.statistics import from_sums, unpack, update_buffers
+from syncbn.statistics import from_sums as statistics_from_sums
+from syncbn.statistics import unpack, update_buffers
 
 # Sizes are (outer, channels, inner). A run is `inner` contiguous values of a channel. A row is the runs of all channels
 # at one outer index. cpu.cpp processes runs if inner is at least 32, and otherwise rows, several at once if they are
@@ -30,7 +31,7 @@ SIZES = [
     (5, 2, 49),  # 49 is not a multiple of any vector length.
     (70, 2, 37),  # Triton: two parts. A load has one value, because 37 is not a multiple of 4.
     (40, 1, 60),  # Triton: two parts. A load has four values.
-    (140, 17, 1),  # C++: the last of the combined rows are incomplete. Triton: two parts, and an incomplete span.
+    (140, 17, 1),  # C++: the last group of rows is smaller. Triton: two parts, and an incomplete span.
     (9, 70, 1),  # C++: a row is not a whole number of vectors. Triton: three spans of 32 channels.
     (9, 100, 1),  # Triton: two spans of 64 channels
     (0, 3, 4), (3, 2, 0), (3, 0, 2), (4, 0, 40),  # empty ranks
@@ -42,7 +43,7 @@ CPP_SIZES = [
     (9, 2100, 1), (3, 150, 31), (2, 2100, 32),  # several blocks of channels
     (2, 9000, 1), (2, 9000, 0),  # scratch memory
 ]  # fmt: skip
-# "grad_residual": backward also computes the gradient of the residual, which kernels call `needs_residual`.
+# "grad_residual": backward also computes the gradient of the residual (the option `needs_residual` of kernels).
 OPTIONS = ["", "residual", "relu", "relu residual", "relu residual grad_residual"]
 
 
@@ -53,6 +54,7 @@ def cases(back_end: str, all_sizes: list[Sizes]) -> list[Any]:
     return [pytest.param(back_end, sizes, dtype, options, marks=marks) for (sizes, dtype), options in combinations]
 
 
+# "chunks" is the reference without gradients, which computes one chunk of the values after another.
 CASES = [case for back_end in ("reference", "chunks", "operators", "triton") for case in cases(back_end, SIZES)]
 CASES += cases("cpu", SIZES + CPP_SIZES)
 
@@ -112,7 +114,7 @@ def test_forward_and_backward_compute_the_formulas(
 # With weights of 1e-7, some outputs that are not 0 become 0 in float16.
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float16, 1e-7), *((dtype, 1.0) for dtype in DTYPES)], ids=str)
 @pytest.mark.parametrize("sizes", [(5, 2, 49), (9, 20, 1)], ids=str)
-def test_a_relu_is_masked_like_torchs_relu_from_x_and_from_y(
+def test_gradients_of_a_fused_relu_are_those_of_torch_with_a_mask_from_x_or_y(
     kernels: BackEnd, sizes: Sizes, dtype: torch.dtype, scale: float
 ) -> None:
     """Where y is NaN, the gradient is dy. Where y is 0, the gradient is 0, even if dy is NaN. The mask computed from x
@@ -123,7 +125,7 @@ def test_a_relu_is_masked_like_torchs_relu_from_x_and_from_y(
     x[0, 0, 0] = math.nan
     weight, bias = (scale * parameters).float()
     options = {"eps": 0.0, "weight": weight, "bias": bias, "relu": True}
-    forward = run_forward(kernels, x, kernel_calls.identity_total(sizes[1]), **options)
+    forward = run_forward(kernels, x, kernel_calls.total_of_mean_0_and_var_1(sizes[1]), **options)
     assert forward.y[0, 0, 0].isnan()
     dy[forward.y == 0] = math.nan
     from_x = run_backward(kernels, dy, x, forward.statistics, weight=weight, relu=True, needs_residual=True)
@@ -145,7 +147,7 @@ def test_every_16_bit_value_is_read_and_rounded_like_in_torch(kernels: BackEnd, 
         pytest.skip("the interpreter truncates to bfloat16")
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).expand(1, 3, -1).contiguous()
     weight = torch.tensor([1.2345, 3e-5, 40.0])
-    y = run_forward(kernels, x, kernel_calls.identity_total(3), eps=0.0, weight=weight).y
+    y = run_forward(kernels, x, kernel_calls.total_of_mean_0_and_var_1(3), eps=0.0, weight=weight).y
     kernel_calls.assert_identical(y, (x.float() * weight[:, None]).to(dtype))
 
 
@@ -158,7 +160,7 @@ def test_sums_of_16_bit_squares_are_exact(kernels: BackEnd, dtype: torch.dtype, 
     local = run_forward(kernels, x).payload
     if not kernel_calls.is_triton(kernels):  # Triton's kernels sum differences from a value near the mean, in float32.
         assert torch.equal(payload.sums(local)[sizes[1] :], x.double().square().sum((0, 2)))
-    _, var, _, _ = unpack(from_sums(payload.sums_and_num_values(local), EPS), sizes[1])
+    _, var, _, _ = unpack(statistics_from_sums(payload.sums_and_num_values(local), EPS), sizes[1])
     torch.testing.assert_close(var, x.double().var((0, 2), correction=0), rtol=1e-6, atol=0)
 
 
@@ -285,12 +287,14 @@ def test_running_statistics_have_the_bits_of_the_reference(
     buffers = [tensor.to(dtype, copy=True) for tensor in initial]
     expected = [tensor.clone() for tensor in buffers]
     counter, x = torch.tensor(2), torch.empty(0, num_channels, 1)  # Only the totals matter.
-    for num_values in (3.0, 1e6, 1.0, 0.0):  # n = 1 changes no running_var, and n = 0 also no running_mean.
+    # n = 1, for which layers raise an error, changes no running_var. n = 0 changes only the counter.
+    for num_values in (3.0, 1e6, 1.0, 0.0):
         total = payload.from_sums(torch.cat((mean, var.abs() + mean.square())) * num_values, num_values)
         forward = run_forward(kernels, x, total, buffers=(*buffers, counter), momentum=momentum)
-        statistics = from_sums(payload.sums_and_num_values(total), EPS)
+        statistics = statistics_from_sums(payload.sums_and_num_values(total), EPS)
         torch.testing.assert_close(forward.statistics, statistics, rtol=1e-12, atol=1e-12)
-        update_buffers(*expected, None, statistics, 1 / counter.double() if momentum is None else momentum)
+        step_momentum = 1 / counter.double() if momentum is None else momentum
+        update_buffers(*expected, None, statistics, step_momentum)  # None: this call updates no counter.
         rounding = 1e-6 if is_interpreted(kernels) else 0  # The interpreter passes the momentum in float32.
         torch.testing.assert_close(buffers, expected, rtol=rounding, atol=rounding)
     assert counter == 2 + 4

@@ -77,7 +77,7 @@ def require_trains_as(
 
 
 @contextlib.contextmanager
-def preserved_state(module: nn.Module) -> Iterator[None]:
+def assert_state_unchanged(module: nn.Module) -> Iterator[None]:
     """Check that no bit of a parameter or buffer changes within the context."""
     before = copy.deepcopy(module.state_dict())
     yield

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter, CompileCounterWithBackend
 from torch.fx.proxy import TraceError
 from torch.nn.parallel import DistributedDataParallel
-from training import CountCollectives, preserved_state, step
+from training import CountCollectives, assert_state_unchanged, step
 from voting import Ranks
 
 import syncbn
@@ -156,7 +156,10 @@ def test_a_missing_group_raises_as_in_eager_mode(ranks: Ranks, fullgraph: bool) 
     compiled(x)
     voting.world.destroy_groups()  # Without a default group the layer must not train on this rank alone, either.
     for _ in range(2):
-        with preserved_state(layer), pytest.raises(RuntimeError, match="was destroyed, or no such group exists here"):
+        with (
+            assert_state_unchanged(layer),
+            pytest.raises(RuntimeError, match="was destroyed, or no such group exists here"),
+        ):
             compiled(x)
     voting.world.create_group()
     layer.process_group = None

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from oracle import TOLERANCE, Result, full_batch, require_close
 from tensor_subclasses import Image, MetaImage
 from torch import Tensor, nn
-from training import CountCollectives, preserved_state
+from training import CountCollectives, assert_state_unchanged
 from voting import Ranks, vote
 
 import syncbn
@@ -166,7 +166,7 @@ class Batch:
         x, z, mask, dy = map(self.local, (self.x, self.z, self.mask, self.dy))
         if self.counted.sum() == 1:
             message = "Expected more than 1 value per channel when training, got 1"
-            with preserved_state(layer), pytest.raises(ValueError, match=message):
+            with assert_state_unchanged(layer), pytest.raises(ValueError, match=message):
                 layer(x, z, mask)
             return
         before = copy.deepcopy(dict(layer.named_buffers()))

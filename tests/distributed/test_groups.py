@@ -9,7 +9,7 @@ import torch.distributed as dist
 import voting
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from training import preserved_state
+from training import assert_state_unchanged
 from voting import Ranks, Reports
 
 import syncbn
@@ -98,7 +98,7 @@ def test_summary_names_group_payload_and_last_step(ranks: Ranks) -> None:
         assert last_steps == [f"synchronised over {ranks.size} ranks", "not synchronised"]
     loaded = make_layer(None, ranks)
     loaded.load_state_dict(model[0].state_dict())
-    assert syncbn.summary(loaded)[0].last_step == "not known"  # Only num_batches_tracked shows a step.
+    assert syncbn.summary(loaded)[0].last_step == "not known"  # The state_dict has no ranks.
     assert str(syncbn.summary(model)).endswith(f"\nkernels: {syncbn.kernels.available()}")
 
 
@@ -120,7 +120,7 @@ def test_a_rank_outside_of_the_group_may_build_copy_and_evaluate_a_layer_but_not
         else:
             assert syncbn.summary(layer)[0].group_size == 0
             message = "not in .* set layer.process_group on each rank"
-            with preserved_state(layer), pytest.raises(ValueError, match=message):
+            with assert_state_unchanged(layer), pytest.raises(ValueError, match=message):
                 layer(random_batch(ranks))
 
 
@@ -153,7 +153,7 @@ def test_a_conversion_of_nn_syncbatchnorm_and_its_revert_keep_the_group(ranks: R
     assert syncbn.revert_syncbn_model(model)[0].process_group is group
 
 
-def test_an_int_reverts_to_its_group_and_not_to_all_ranks(ranks: Ranks) -> None:
+def test_a_layer_with_an_int_reverts_to_its_group_and_not_to_all_ranks(ranks: Ranks) -> None:
     """While the group does not exist, the revert is refused and changes no layer."""
     voting.world.destroy_groups()
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(C), nn.SyncBatchNorm(C)), process_group=1)
@@ -194,7 +194,7 @@ def test_no_other_group_replaces_a_destroyed_group(ranks: Ranks, destroys_all_gr
         destroy(layer.process_group)
     for destroyed in (layer, copy.deepcopy(layer), layer):  # The layer raises again after the first error.
         message = "was destroyed, or no such group exists here; create the group"
-        with preserved_state(destroyed), pytest.raises(RuntimeError, match=message):
+        with assert_state_unchanged(destroyed), pytest.raises(RuntimeError, match=message):
             destroyed(random_batch(ranks))
         destroyed.eval()(random_batch(ranks))
         destroyed.train()
@@ -223,7 +223,7 @@ def test_ranks_that_wait_report_why_another_rank_has_no_group(
         with pytest.raises(ValueError):
             sync_batch_stats(random_batch(ranks), process_group=0)
     if ranks.rank == 1:
-        reports.wait_for(rf"rank 1: (.*; )?has raised {text}.*\n(rank.*\n)*\Z")  # The error is the only cause.
+        reports.wait_for(rf"rank 1: (.*; )?has raised {text}.*\n(rank.*\n)*\Z")  # No list of causes follows.
     assert synchronises_all(layer, ranks)
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from oracle import HARD_INPUTS, errors_of_one_step
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
-from training import preserved_state
+from training import assert_state_unchanged
 from voting import Ranks
 
 import syncbn
@@ -200,7 +200,7 @@ def test_promise_8_a_bad_argument_is_raised_on_every_rank(ranks: Ranks) -> None:
         x, message = torch.randn(4, C + 1), f"^SyncBatchNorm: {message}"
     else:
         x, message = torch.randn(4, C), f"in SyncBatchNorm forward, call 1.\nrank {last}: ValueError: {message}"
-    with preserved_state(layer), pytest.raises(ValueError, match=message):
+    with assert_state_unchanged(layer), pytest.raises(ValueError, match=message):
         layer(x)
     layer(torch.randn(4, C))  # The group can still be used.
 
@@ -214,5 +214,5 @@ def test_promise_9_ranks_in_different_layers_never_continue_in_silence(ranks: Ra
     for layer in layers:
         layer(x)
     layer = layers[ranks.rank > 0]
-    with preserved_state(layer), pytest.raises(RuntimeError, match="the ranks are in different layers or calls"):
+    with assert_state_unchanged(layer), pytest.raises(RuntimeError, match="the ranks are in different layers or calls"):
         layer(x)

@@ -13,7 +13,7 @@ from subclasses_of_batchnorm import BatchNormAct2d
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
-from training import preserved_state
+from training import assert_state_unchanged
 from voting import Ranks
 
 import syncbn
@@ -53,7 +53,7 @@ def test_micro_batches_count_as_one(ranks: Ranks, momentum: float | None, is_che
     alone = nn.BatchNorm1d(C, momentum=momentum, dtype=torch.float64, device=ranks.device)
     for indices in (range(3), range(3, 6)):
         mean_before = layer.running_mean.clone()
-        with preserved_state(frozen), syncbn.accumulate_running_stats(model):
+        with assert_state_unchanged(frozen), syncbn.accumulate_running_stats(model):
             for index in indices:
                 x = rank_batch(ranks, index).requires_grad_()
                 y = checkpoint(model, x, use_reentrant=True) if is_checkpointed else model(x)
@@ -74,7 +74,7 @@ def test_micro_batches_count_as_one_if_the_forward_of_a_subclass_increments_the_
 
 def test_after_an_exception_in_a_block_the_statistics_are_those_from_before_the_block(ranks: Ranks) -> None:
     layer, x = make_layer(ranks), rank_batch(ranks, 0)
-    with preserved_state(layer), pytest.raises(KeyError), syncbn.accumulate_running_stats(layer):  # noqa: PT012
+    with assert_state_unchanged(layer), pytest.raises(KeyError), syncbn.accumulate_running_stats(layer):  # noqa: PT012
         layer(x)
         raise KeyError
     layer(x)  # Outside of the block a call updates the statistics again.
@@ -121,7 +121,11 @@ def test_a_block_refuses_buffers_that_functional_call_passes(ranks: Ranks, name:
     view = model[0].get_buffer(name)[...]  # A view has the memory of the buffer, but is another tensor.
     buffers = {f"0.{name}": view} if ranks.rank == 0 else {}
     message = "this call updates running statistics that are not those which the layer had when"
-    with preserved_state(model), pytest.raises(ValueError, match=message), syncbn.accumulate_running_stats(model):
+    with (
+        assert_state_unchanged(model),
+        pytest.raises(ValueError, match=message),
+        syncbn.accumulate_running_stats(model),
+    ):
         functional_call(model, buffers, x)
     functional_call(model, buffers, x)  # Outside of the block the call is accepted.
 

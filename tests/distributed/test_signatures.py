@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from mixtures import MIXTURES, HookedStore, Model, X
 from torch import Tensor
-from training import preserved_state
+from training import assert_state_unchanged
 from voting import Ranks
 
 import syncbn
@@ -40,7 +40,7 @@ def test_ranks_that_differ_raise_before_statistics_are_mixed(ranks: Ranks, name:
     expected = expected.replace("OTHERS", other_ranks(ranks))  # The expression has OTHERS for any number of ranks.
     model = Model(dist.group.WORLD)
     model.train_a_step_and_call_bn2_twice()
-    with preserved_state(model), pytest.raises(RanksDifferError, match=expected):
+    with assert_state_unchanged(model), pytest.raises(RanksDifferError, match=expected):
         call_of_other_ranks(model) if ranks.rank else call_of_rank_0(model)
     assert model(X).isfinite().all()  # The group can still be used.
 
@@ -97,7 +97,7 @@ def test_syncbn_checks_0_switches_off_the_comparison_but_not_the_errors_of_bad_a
     layer(X).square().sum().backward()
     torch.autograd.grad(layer(X).square().sum(), X, create_graph=True)  # This backward issues two all_reduces.
     message = "rank 0: ValueError: expected 3 channel" if ranks.rank else "^bn1: expected 3 channel"
-    with preserved_state(model), pytest.raises(ValueError, match=message):
+    with assert_state_unchanged(model), pytest.raises(ValueError, match=message):
         model(X if ranks.rank else X[:, :2])
 
 

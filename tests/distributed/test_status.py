@@ -17,7 +17,7 @@ from jobs import wait_until
 from mixtures import MIXTURES, Model, X
 from played_gpu import play
 from torch import Tensor
-from training import CountCollectives, preserved_state
+from training import CountCollectives, assert_state_unchanged
 from voting import Ranks, Reports
 
 import syncbn
@@ -83,7 +83,7 @@ def test_ranks_that_differ_raise_at_the_next_call(ranks: Ranks, gpu: SimpleNames
     model = Model()
     model.train_a_step_and_call_bn2_twice()
     call_of_rank_0, call_of_rank_1, expected = MIXTURES[name]
-    with preserved_state(model):
+    with assert_state_unchanged(model):
         with contextlib.suppress(RanksDifferError):  # The second all_reduce of a backward with a graph already raises.
             call_of_rank_1(model) if ranks.rank else call_of_rank_0(model)
         text = error_text(lambda: model.bn1(X))

@@ -62,6 +62,7 @@ def test_a_wait_of_35_s_is_reported_once(
         time.sleep(0.3)  # The watchdog of rank 0 polls every 0.1 s, so it could report the wait again.
     for _ in range(3):
         layer(X).sum().backward()
+    # `text` has the messages of this rank; `wait_for` reads those of rank 0.
     assert reports.text.count(" has waited ") == (1 if ranks.rank == 0 else 0)
     dist.barrier()
 
@@ -135,7 +136,7 @@ def evaluate(model: nn.Module) -> None:
     model.eval()(X)
 
 
-def step_of_another_model(_: nn.Module) -> None:
+def step_of_unconverted_model(_: nn.Module) -> None:
     step(new_model())
 
 
@@ -157,12 +158,13 @@ AFTER_STEP_2 = "last seen after bn1 backward, call 2"
 EVALUATED = f"{AFTER_STEP_2}; the layer is in evaluation mode now"
 IN_FORWARD_3, IN_BACKWARD_3 = "in bn1 forward, call 3", "in bn2 backward, call 3"
 AFTER_FORWARD_3 = "last seen after bn2 forward, call 3"
+# Name: call and position of rank 0, early call, late call and position of rank 1, first cause.
 SITUATIONS = {
     "slow loader": Situation(step, IN_FORWARD_3, None, step, AFTER_STEP_2, report.LATE),
     "validation in training mode": Situation(validate, IN_FORWARD_3, None, forward, AFTER_STEP_2, report.EXTRA_CALL),
     "FLOPs counted before training": Situation(validate, IN_FORWARD_1, None, forward, UNSEEN, report.EXTRA_CALL),
     "evaluation on one rank": Situation(step, IN_FORWARD_3, evaluate, step, EVALUATED, report.EVALUATION),
-    "model not converted": Situation(step, IN_FORWARD_1, step_of_another_model, step, UNSEEN, report.NOT_CONVERTED),
+    "model not converted": Situation(step, IN_FORWARD_1, step_of_unconverted_model, step, UNSEEN, report.NOT_CONVERTED),
     "backward left out": Situation(step, IN_BACKWARD_3, forward, backward, AFTER_FORWARD_3, report.OTHER_LAYERS),
 }
 
@@ -207,6 +209,7 @@ def test_an_error_in_a_pass_is_recorded_in_the_position(
 ) -> None:
     """Ranks that wait for this rank report the error. Here all ranks fail, so that no rank waits."""
     layer = syncbn.SyncBatchNorm(3)
+    # A backward fails when it unpacks a saved tensor, and a forward fails in the all_reduce.
     with saved_tensors_hooks(pack_hook=lambda tensor: tensor, unpack_hook=run_out_of_memory):
         y = layer(X)
     if failing == "forward":
@@ -237,8 +240,8 @@ def test_a_rank_reports_its_own_position_if_the_store_does_not_answer(
     ranks: Ranks, set_seconds: Callable[..., None], is_stopped: bool, difference: str
 ) -> None:
     """The process of the store may have ended, or may be stopped. A rank waits for the store for a bounded time."""
-    set_seconds(ANSWER_SECONDS=0.2, READ_SECONDS=0.2)
-    voting.world.replace_group()
+    set_seconds(ANSWER_SECONDS=0.2, READ_SECONDS=0.2)  # how long a rank waits for other ranks and for the store
+    voting.world.replace_group()  # In the new group the test replaces syncbn's store.
     layer, continued = syncbn.SyncBatchNorm(3), threading.Event()
     layer(X)
 
@@ -247,11 +250,11 @@ def test_a_rank_reports_its_own_position_if_the_store_does_not_answer(
             continued.wait()
         raise RuntimeError("Broken pipe")
 
-    rank = watchdog.this_rank()
-    rank.store = HookedStore(rank.store, fail)
-    places = [report.STORE_UNKNOWN, report.STORE_UNKNOWN]
-    places[ranks.rank] = "in SyncBatchNorm forward, call 2"
-    lines = f"rank 0: {places[0]}\nrank 1: {places[1]}\n"
+    this_rank = watchdog.this_rank()
+    this_rank.store = HookedStore(this_rank.store, fail)
+    shown = [report.STORE_UNKNOWN, report.STORE_UNKNOWN]
+    shown[ranks.rank] = "in SyncBatchNorm forward, call 2"
+    lines = f"rank 0: {shown[0]}\nrank 1: {shown[1]}\n"
     input_of_rank_1 = X.double() if difference == "dtypes" else X[:, :2]
     if difference == "dtypes":
         error, message = RanksDifferError, rf"not all ranks have reported\.\n{lines}"
@@ -262,7 +265,7 @@ def test_a_rank_reports_its_own_position_if_the_store_does_not_answer(
     with pytest.raises(error, match=message):
         layer(input_of_rank_1 if ranks.rank == 1 else X)
     continued.set()
-    voting.world.replace_group()
+    voting.world.replace_group()  # Later tests need a store that answers.
 
 
 # Default groups, one after another.
@@ -272,8 +275,8 @@ def test_a_rank_reports_its_own_position_if_the_store_does_not_answer(
 def use_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[dist.Store], None]:
     """Return a function that makes syncbn use one store for all later default groups, as it does under torchrun.
 
-    A process counts its default groups in which a layer has been called, and ranks compare the counts. In earlier tests
-    one rank may have used more default groups than another, so the function sets the counts of all ranks to 1000.
+    A process numbers the default groups in which a layer has been called. By the number a rank notices that another
+    rank is in an earlier group. The ranks may have other numbers from earlier tests, so all of them continue at 1000.
     """
 
     def use_store(store: dist.Store) -> None:
@@ -294,8 +297,8 @@ def test_a_late_rank_is_not_compared_with_the_calls_of_an_earlier_model(
     ranks: Ranks, reports: Reports, use_store: Callable[..., None], replaces_group: bool, position_1: str, cause: str
 ) -> None:
     """In a sweep over widths rank 1 is late in the first call of the second model. The store still has the position of
-    rank 1 in the first model, and the number of channels of the first model. The report may show this position, but
-    must not take the different numbers of channels for a fault."""
+    rank 1 in the first model, and the number of channels of the first model. The report may show this position, and in
+    one default group may take rank 1 for a rank with other layers, but must not name the numbers of channels."""
     use_store(dist.PrefixStore(f"sweep {replaces_group}", voting.world.store))
     for channels in (3, 4):
         if channels == 3 or replaces_group:
