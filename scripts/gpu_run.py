@@ -144,10 +144,15 @@ def correctness(part: Part) -> None:
     part.wait()
 
 
-def start_ranks(part: Part, fault: str) -> list[Program]:
+def free_ports(number: int) -> list[str]:
+    """Return different ports that no program uses."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [str(server.getsockname()[1]) for server in sockets]
+
+
+def start_ranks(part: Part, fault: str, port: str) -> list[Program]:
     """Start two ranks of tests/faulty_job.py, with the variables that torchrun would set."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONUNBUFFERED": "1", "WORLD_SIZE": "2"}
     # Collectives time out after 50 s, so that the watchdog, which reports after 30 s, reports first.
     environment |= {"LOCAL_WORLD_SIZE": "2", "COLLECTIVE_SECONDS": "50"} | ({} if part.dry_run else ONE_GPU)
@@ -159,7 +164,7 @@ def nccl_refusal() -> str:
     """Return why nccl refuses two ranks on this GPU, or "" if nccl accepts them."""
     with tempfile.TemporaryDirectory() as folder:
         part = Part(Path(folder), 45, dry_run=False)
-        first, _ = start_ranks(part, "no fault")
+        first, _ = start_ranks(part, "no fault", *free_ports(1))
         part.wait()
         reason = "nccl refused two ranks on one GPU, which NVIDIA does not support (nccl#418)"
         return "" if part.verdict() == "passed" else f"{reason}: {first.text()[-1000:]}"
@@ -170,7 +175,8 @@ def faults(part: Part) -> None:
     if not part.dry_run and nccl_refusal():
         raise Skip(nccl_refusal())
     selected = [fault for fault in FAULTS if not (part.dry_run and fault == "replay")]  # CPUs have no CUDA graphs.
-    jobs = {fault: start_ranks(part, fault) for fault in selected}
+    ports = free_ports(len(selected))
+    jobs = {fault: start_ranks(part, fault, port) for fault, port in zip(selected, ports, strict=True)}
 
     def missing(fault: str) -> list[str]:
         """Return the expressions that the outputs of the ranks do not match yet."""
