@@ -16,22 +16,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
 import triton
-from gpu_static import Launch, read, recorded, stand_in_driver, table
+from gpu_static import Launch, clear_triton_caches, read, recorded, stand_in_driver, table
 
 import syncbn
 from syncbn import kernel_cache
-from syncbn.kernels import gpu, gpu_channels, gpu_tiles, select
+from syncbn.kernels import gpu, select
 
 # Launches
 
 # Channels and sizes of the layers of a ResNet-50 for 224 x 224 pixels.
 RESNET = [(64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7)]
-
-
-def clear_triton_caches() -> None:
-    for function in (*vars(gpu_channels).values(), *vars(gpu_tiles).values()):
-        if isinstance(function, triton.JITFunction):
-            function.device_caches.clear()
 
 
 @pytest.fixture

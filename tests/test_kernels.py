@@ -6,7 +6,9 @@ contributed. Tests that do not parametrize `kernels` run with every back end. te
 
 import itertools
 import math
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import kernel_calls
@@ -316,3 +318,12 @@ def test_kernels_sign_payloads_like_payload_sign(kernels: BackEnd, sizes: Sizes)
     unsigned, _, _ = backward_sums(dy, saved)
     signed, _, _ = backward_sums(dy, saved, signature, call_id)
     assert torch.equal(signed, payload.sign(unsigned, signature, call_id=call_id))
+
+
+def test_cpp_has_the_positions_of_payload_py() -> None:
+    """Triton's kernels import the positions of a trailer. cpu.cpp repeats them."""
+    positions = ["NUM_VALUES", "COUNT", "IS_SIGNED", "SIGNATURE", "SQUARE"]
+    assert [getattr(payload, name) for name in positions] == [*range(payload.TRAILER_ELEMENTS)]
+    source = Path(cpu.__file__).with_name("cpu.cpp").read_text()
+    enum = re.search(r"enum Trailer : int64_t \{ (.*) \};", source)
+    assert enum[1].split(", ") == positions

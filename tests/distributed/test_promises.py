@@ -94,12 +94,17 @@ def test_promise_2_one_collective_each_way(ranks: Ranks, mode: Callable[[], Any]
 
     def count_collectives(layer: nn.Module, x: torch.Tensor) -> tuple[int, int]:
         count = dist.group.WORLD._get_sequence_number_for_group  # Under CommDebugMode no call takes the fast path.
-        with mode():
+        with mode() as collectives:
             before = count()
             y = layer(x)
             between = count()
             y.sum().backward()
-        return between - before, count() - between
+        counts = between - before, count() - between
+        if (
+            collectives is not None
+        ):  # CommDebugMode counts the collectives of all groups, not of the default group only.
+            assert collectives.get_total_counts() == sum(counts)
+        return counts
 
     layer = syncbn.SyncBatchNorm(C, device=ranks.device)
     local_layer = syncbn.SyncBatchNorm(C, process_group=1, device=ranks.device)
