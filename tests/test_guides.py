@@ -96,7 +96,6 @@ RUN_ELSEWHERE = {
     "def parallel(model)": "examples/train.py has the function, and tests/test_readme.py runs the example",
     "mesh = init_device_mesh": "eight GPUs; tests/distributed/test_pipeline_schedules.py has its pieces",
     "graph = torch.cuda.CUDAGraph()": "a GPU; tests/test_gpu.py captures a step",
-    "from opacus.validators": "scripts/libraries.py runs the block where Opacus is installed",
     "class Trainer(DetectionTrainer)": "nothing: ultralytics starts ranks on GPUs only",
     "def configure_model(self)": "tests/test_lightning.py runs both blocks",
     "def test_trains_as_one": "tests/test_testing.py calls the function of the block",
