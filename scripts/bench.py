@@ -2,7 +2,7 @@
 
     python scripts/bench.py [layers]      layers compared with torch's and with a hand-written layer
     python scripts/bench.py kernels       each function of the kernels compared with a copy
-    python scripts/bench.py guard [REF]   the C++ kernels compared with those of another commit
+    python scripts/bench.py guard REF     the C++ kernels compared with those of another commit
     python scripts/bench.py steps         whole training steps
     python scripts/bench.py gpu           the host's time for a layer, and CUDA graphs, on one GPU
 

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,7 +33,8 @@ from run_tests import Part as Program  # A part of run_tests.py is one program. 
 
 ROOT = Path(__file__).resolve().parent.parent
 DRY_RUN_FACTOR = 40  # A dry run multiplies all limits, because Triton's interpreter is slow.
-# Two ranks on one GPU communicate by nccl over the loopback interface, without InfiniBand.
+# Two ranks on one GPU communicate by nccl over the loopback interface, without InfiniBand. NVIDIA does not support this
+# (nccl#418), but nccl 2.28 accepts two ranks that have different values of NCCL_HOSTID.
 ONE_GPU = {"TESTS_BACKEND": "nccl", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "VERSION"}
 # Regular expressions that match the errors of ranks.
 DIFFERENT_LAYERS = r"rank 0: in body\.bn2 forward, call 3.*\n.*rank 1: in body\.bn3 forward, call 3"
@@ -72,7 +73,6 @@ class Part:
         self.deadline, self.is_late = time.monotonic() + seconds, False
         self.programs: list[Program] = []
         self.results: list[dict[str, Any]] = []  # The part has failed if a result has "ok": False.
-        self.notes: list[str] = []  # appended to the verdict
 
     def start(self, module: str, *arguments: object, prefix: tuple[str, ...] = (), **environment: str) -> Program:
         """Start a Python module, by the command `prefix` if there is one."""
@@ -92,14 +92,12 @@ class Part:
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
         """Wait until all programs have ended, `until` returns True, or the time is over. Then end the programs."""
-        try:
-            while any(program.process.poll() is None for program in self.programs) and not until():
-                if time.monotonic() > self.deadline:
-                    self.is_late = True
-                    break
-                time.sleep(0.1)
-        finally:
-            self.end()
+        while any(program.process.poll() is None for program in self.programs) and not until():
+            if time.monotonic() > self.deadline:
+                self.is_late = True
+                break
+            time.sleep(0.1)
+        self.end()
 
     def end(self) -> None:
         for program in self.programs:
@@ -113,8 +111,8 @@ class Part:
         verdict = f"failed with exit status {statuses[0]}" if statuses else "passed"
         if self.is_late:
             verdict = f"took longer than {self.seconds:.0f} s, {len(self.results)} results"
-        notes = [program.summary() for program in self.programs if "pytest" in program.name] + self.notes
-        return f"{verdict}: {'; '.join(notes)}" if notes else verdict
+        summaries = [program.summary() for program in self.programs if "pytest" in program.name]
+        return f"{verdict}: {'; '.join(summaries)}" if summaries else verdict
 
 
 def machine(part: Part) -> None:
@@ -159,21 +157,8 @@ def start_ranks(part: Part, fault: str, port: str) -> list[Program]:
     return [part.start("faulty_job", fault, **environment, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
 
 
-@cache
-def nccl_refusal() -> str:
-    """Return why nccl refuses two ranks on this GPU, or "" if nccl accepts them."""
-    with tempfile.TemporaryDirectory() as folder:
-        part = Part(Path(folder), 45, dry_run=False)
-        first, _ = start_ranks(part, "no fault", *free_ports(1))
-        part.wait()
-        reason = "nccl refused two ranks on one GPU, which NVIDIA does not support (nccl#418)"
-        return "" if part.verdict() == "passed" else f"{reason}: {first.text()[-1000:]}"
-
-
 def faults(part: Part) -> None:
     """Check what two ranks on one GPU report if rank 1 has a fault. All jobs run at the same time."""
-    if not part.dry_run and nccl_refusal():
-        raise Skip(nccl_refusal())
     selected = [fault for fault in FAULTS if not (part.dry_run and fault == "replay")]  # CPUs have no CUDA graphs.
     ports = free_ports(len(selected))
     jobs = {fault: start_ranks(part, fault, port) for fault, port in zip(selected, ports, strict=True)}
@@ -191,17 +176,13 @@ def faults(part: Part) -> None:
 
 
 def ranks(part: Part) -> None:
-    """Run tests on two ranks that share the GPU, under nccl if nccl accepts them, otherwise under gloo."""
-    jobs, options, environment = DISTRIBUTED_TESTS, [], {"TESTS_BACKEND": "gloo"}
+    """Run tests on two ranks of nccl that share the GPU."""
+    # torch 2.11's nccl crashes when a group of ranks on one GPU is split, as a DeviceMesh or a DTensor does.
+    jobs, options, environment = DISTRIBUTED_TESTS, ["-k", "not dtensor"], ONE_GPU
     if part.dry_run:
-        jobs = [("devices",)]
-    elif refusal := nccl_refusal():
-        part.notes.append(refusal)
-    else:  # torch 2.11's nccl crashes when a group of ranks on one GPU is split, as a DeviceMesh or a DTensor does.
-        options, environment = ["-k", "not dtensor"], ONE_GPU
+        jobs, options, environment = [("devices",)], [], {"TESTS_BACKEND": "gloo"}
     for names in jobs:
         part.start_pytest(*to_paths(names, "tests/distributed"), *options, ranks=2, **environment)
-    part.notes.append(f"under {environment['TESTS_BACKEND']}")
     part.wait()
 
 

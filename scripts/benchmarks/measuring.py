@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
+from syncbn.__main__ import info
+
 FLUSHED_BYTES = 2**28  # more than the L2 cache of any GPU
 SLEEP_CYCLES = 2_000_000  # The GPU sleeps for about 1 ms, so that the host's time is hidden.
 Rows = Mapping[str, Mapping[str, float]]  # row -> column -> value
@@ -29,7 +31,6 @@ class Case(NamedTuple):
     dtype: str
     # If True, a shape of three dims is (N, L, C), and four or five dims have the memory format channels last.
     channels_last: bool
-    fused: bool = False  # Add a residual and apply relu.
 
     @property
     def channel_dim(self) -> int:
@@ -42,7 +43,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         layout = "channels last" if self.channels_last else "contiguous"
-        return f"{'x'.join(map(str, self.shape))} {self.dtype} {layout}{' fused' if self.fused else ''}"
+        return f"{'x'.join(map(str, self.shape))} {self.dtype} {layout}"
 
 
 def cases(shapes: Iterable[str], dtypes: Sequence[str]) -> list[Case]:
@@ -152,9 +153,6 @@ def show(title: str, rows: Rows) -> None:
 
 def conditions() -> dict[str, object]:
     """Return when, where and how this process measures."""
-    # Not at the top: a process of guard.py imports this file first, and then syncbn from the folder of another commit.
-    from syncbn.__main__ import info
-
     cpuinfo = Path("/proc/cpuinfo")  # exists on Linux only
     processors = re.findall("model name\t: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
     return {
@@ -174,13 +172,13 @@ def write(file: Path, **results: object) -> None:
 
 
 @contextlib.contextmanager
-def session(on_cpu: bool = False) -> Iterator[torch.device]:
+def session() -> Iterator[torch.device]:
     """Print the conditions, and yield the device to measure on: a GPU if there is one, otherwise one thread of the CPU.
     Under torchrun there is a process group until the end."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    if torch.cuda.is_available() and not on_cpu:
+    if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
