@@ -1,4 +1,8 @@
-"""Shared by the benchmarks: cases to measure, timers, interleaved rounds, tables, and the conditions of a run."""
+"""Shared by the benchmarks: cases to measure, timers, interleaved rounds, tables, and the conditions of a run.
+
+torch.utils.benchmark times one statement after another. It cannot make the calls of several layers in turn, and cannot
+time the forward and the backward of the same step.
+"""
 
 import contextlib
 import itertools
