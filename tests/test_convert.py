@@ -43,7 +43,6 @@ def test_a_conversion_changes_only_the_class_and_a_revert_restores_it(
     attributes = dict(vars(layer))
     assert syncbn.convert_syncbn_model(layer) is layer
     assert type(layer) is converted
-    assert not layer.training
     # DistributedDataParallel refuses nn.SyncBatchNorm on CPUs, so the converted layer is not an instance of it.
     assert isinstance(layer, original) == (original is not nn.SyncBatchNorm)
     # nn.SyncBatchNorm has an attribute `process_group`. In syncbn's classes `process_group` is a property.
@@ -59,7 +58,6 @@ def test_a_lazy_layer_is_synchronised_from_its_first_forward() -> None:
     layer = syncbn.convert_syncbn_model(nn.LazyBatchNorm2d(momentum=0.2))
     assert type(syncbn.revert_syncbn_model(layer)) is nn.LazyBatchNorm2d
     syncbn.convert_syncbn_model(layer, process_group=1)  # groups of one rank
-    assert isinstance(layer, nn.LazyBatchNorm2d)
     layer(torch.randn(4, 3, 2, 2))
     assert type(layer) is syncbn.SyncBatchNorm2d
     assert (layer.process_group, layer.num_features, layer.momentum) == (1, 3, 0.2)
@@ -90,7 +88,6 @@ def test_subclasses_keep_their_behaviour(original: nn.Module) -> None:
     """In one process a converted layer has the outputs, buffers and attributes of the original, also after a revert."""
     layer = copy.deepcopy(original)
     assert syncbn.convert_syncbn_model(layer, process_group=2) is layer
-    assert isinstance(layer, syncbn.SyncBatchNorm)
     assert layer.process_group == 2
     x = torch.randn(4, 3, 2, 2)
     torch.testing.assert_close(layer(x), original(x))
@@ -99,7 +96,6 @@ def test_subclasses_keep_their_behaviour(original: nn.Module) -> None:
     torch.testing.assert_close(layer.eval()(x), expected)
     assert syncbn.summary(layer)[0].last_step == "not synchronised"
     syncbn.revert_syncbn_model(layer)
-    assert not isinstance(layer, syncbn.SyncBatchNorm)
     assert type(layer).__name__ == type(original).__name__
     assert vars(layer).keys() == vars(original).keys()
     torch.testing.assert_close(layer(x), expected)
@@ -148,10 +144,8 @@ def test_torchs_synchronised_layers_are_reverted_to_the_target_class(
         syncbn.convert_syncbn_model(model, process_group=1)
     tensors = [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
     assert syncbn.revert_syncbn_model(model, target) is model
-    for layer, expected in zip(model, original, strict=True):
-        assert type(layer) is target
-        assert vars(layer).keys() == vars(expected).keys()
-        assert repr(layer) == repr(expected)
+    assert repr(model) == repr(original)
+    assert [(type(layer), vars(layer).keys()) for layer in model] == [(target, vars(each).keys()) for each in original]
     assert [id(tensor) for tensor in (*model.parameters(), *model.buffers())] == tensors
 
 
@@ -166,8 +160,7 @@ def test_one_warning_names_layers_that_are_not_reverted_or_that_lose_an_option()
     model["built"] = syncbn.SyncBatchNorm(3)
     syncbn.convert_syncbn_model(model)
     model["relu"].fuse_relu = model["channels"].channel_last = True
-    # A user replaces `forward` by setting an attribute of the layer. Here the attribute is the old forward.
-    model["replaced"].forward = model["replaced"].forward
+    model["replaced"].forward = lambda x: x
     with pytest.warns(UserWarning, match="^syncbn: ") as warnings:
         syncbn.revert_syncbn_model(model)
     assert [str(warning.message) for warning in warnings] == [
@@ -246,7 +239,7 @@ def test_synchronised_instance_and_frozen_norms_are_not_named() -> None:
 
 
 def test_the_summary_of_a_converted_model_names_layers_that_another_converter_has_added() -> None:
-    """The forward of HeteroBatchNorm may call syncbn, so it is not named. In evaluation no layer is."""
+    """It does not name HeteroBatchNorm, whose forward may call syncbn. In evaluation it names no layer."""
     custom = with_attributes(HeteroBatchNorm(), running_mean=nn.Buffer(torch.zeros(2, 3)))
     model = nn.Sequential(nn.BatchNorm2d(3), custom)
     with pytest.warns(UserWarning, match="1 HeteroBatchNorm"):
