@@ -220,9 +220,10 @@ def test_a_warning_and_the_summary_name_the_layers_that_are_not_converted() -> N
     assert [(type(layer), vars(layer)) for layer in model.children()] == before
     described = [f"1 {type(layer).__name__} ({name}): {remedy}" for name, (layer, remedy) in cases.items()]
     assert str(warnings[0].message) == f"syncbn did not convert these layers: {'; '.join(described)}"
+    by_torch, local = described[:2], described[2:]  # The first two layers are instances of nn.SyncBatchNorm.
     assert str(syncbn.summary(model)) == (
-        f"not synchronised: {'; '.join(described[2:])}\n"
-        f"synchronised by torch's nn.SyncBatchNorm, on GPUs only: {'; '.join(described[:2])}"
+        f"not synchronised: {'; '.join(local)}\n"
+        f"synchronised by torch's nn.SyncBatchNorm, on GPUs only: {'; '.join(by_torch)}"
     )
 
 
@@ -254,7 +255,7 @@ def test_the_summary_of_a_converted_model_names_layers_that_another_converter_ha
 
 
 def test_the_summary_of_a_model_without_synchronised_layers_has_no_table() -> None:
-    local, without_layers = map(str, map(syncbn.summary, (nn.BatchNorm2d(3), nn.Linear(2, 2))))
+    local, without_layers = str(syncbn.summary(nn.BatchNorm2d(3))), str(syncbn.summary(nn.Linear(2, 2)))
     assert local == f"not synchronised: 1 BatchNorm2d (the model): {unconverted.CONVERTIBLE}"
     assert without_layers == "no synchronised layers: the model has no batch-norm layer that trains"
 

@@ -56,10 +56,9 @@ def test_a_quantised_input_is_refused() -> None:
 def test_torchscript_needs_a_revert_except_for_a_trace_in_evaluation(layer_class: type[nn.Module]) -> None:
     model = converted_model(layer_class(4))
     remedy = r"call syncbn\.revert_syncbn_model\(model\) first"
-    for training in (True, False):
+    for training in (False, True):
         with pytest.raises(RuntimeError, match=rf"cannot compile Sync\w+: {remedy}"):
             torch.jit.script(model.train(training))
-    model.train()
     with pytest.raises(RuntimeError, match=f"cannot record .*: {remedy}"):
         torch.jit.trace(model, X)
     options = {"dynamo": False, "training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
@@ -135,7 +134,7 @@ def test_code_around_the_forward_is_refused_because_it_would_run_twice() -> None
         assert torch.equal(graph(X), model(X))
 
 
-fx.wrap("sync_batch_norm")  # The guide recommends this call. It concerns the name in this file alone.
+fx.wrap("sync_batch_norm")  # Calls by the name syncbn.functional.sync_batch_norm stay unwrapped.
 
 
 def test_sync_batch_norm_is_traced_only_if_torch_fx_wraps_it() -> None:

@@ -130,7 +130,7 @@ LAYERS = [
     (TorchFunction, {"track_running_stats": False}, 1, []),
     # Every call in the forward of a layer without tensors is synchronised.
     (TorchFunction, {"track_running_stats": False, "affine": False}, 1, []),
-    # The function also synchronises the unconverted layer, which changes n in its running variance.
+    # The unconverted layer synchronises too, so with another momentum its running variance would have another n.
     (CallsFunctional, {"momentum": 0.0}, 1, []),
     (BreaksGraph, {}, 1, []),
     (Frozen, {}, 0, []),
