@@ -8,11 +8,13 @@ import pytest
 import torch
 from guides import NAMES, code_block, run_block
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
+from torch.fx.proxy import TraceError
 
 import syncbn
+from syncbn.functional import sync_batch_norm
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # TorchScript and torch.ao.quantization are deprecated.
@@ -22,6 +24,7 @@ pytestmark = [
 ]
 
 X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+LAYER_CLASSES = nn.BatchNorm2d, CallsSuper2d, BatchNormAct2d
 
 
 def converted_model(layer: nn.Module) -> nn.Module:
@@ -42,38 +45,25 @@ def test_fusion_of_graphs_leaves_converted_layers_and_fuses_reverted_layers() ->
         assert not any(type(module) is nn.BatchNorm2d for module in fused.children())
 
 
-def quantise(model: nn.Module) -> Tensor:
-    """Prepare a model for quantisation-aware training, train a step, convert, and evaluate the quantised model."""
-    model = nn.Sequential(quantization.QuantStub(), model, quantization.DeQuantStub()).train()
-    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
-    prepared = quantization.prepare_qat(model)
-    prepared(X).sum().backward()
-    return quantization.convert(prepared.eval())(X)
-
-
-def test_eager_quantisation_needs_a_revert() -> None:
+def test_a_quantised_input_is_refused() -> None:
+    """torch.ao.quantization.convert puts a layer that was not reverted between quantised layers."""
+    layer = syncbn.convert_syncbn_model(nn.BatchNorm2d(3)).eval()
     with pytest.raises(TypeError, match=r"got torch\.quint8; call syncbn\.revert_syncbn_model\(model\) before quant"):
-        quantise(converted_model(nn.BatchNorm2d(4)))
-    reverted = syncbn.revert_syncbn_model(converted_model(nn.BatchNorm2d(4)))
-    quantise(quantization.fuse_modules_qat(reverted, [["0", "1", "2"]]))
+        layer(torch.quantize_per_tensor(X, 0.1, 0, torch.quint8))
 
 
-@pytest.mark.parametrize("layer_class", [nn.BatchNorm2d, CallsSuper2d, BatchNormAct2d])
+@pytest.mark.parametrize("layer_class", LAYER_CLASSES)
 def test_torchscript_needs_a_revert_except_for_a_trace_in_evaluation(layer_class: type[nn.Module]) -> None:
-    """The error names the remedy and leaves the model unchanged."""
     model = converted_model(layer_class(4))
-    modules = [(module, type(module)) for module in model.modules()]
     remedy = r"call syncbn\.revert_syncbn_model\(model\) first"
-    for training in (True, False):
+    for training in (False, True):
         with pytest.raises(RuntimeError, match=rf"cannot compile Sync\w+: {remedy}"):
             torch.jit.script(model.train(training))
-    model.train()
     with pytest.raises(RuntimeError, match=f"cannot record .*: {remedy}"):
         torch.jit.trace(model, X)
     options = {"dynamo": False, "training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
     with pytest.raises(RuntimeError, match=rf"torch\.onnx\.export\(dynamo=False\) uses, .*: {remedy}"):
         torch.onnx.export(model, X, io.BytesIO(), **options)
-    assert [(module, type(module)) for module in model.modules()] == modules
     expected = model.eval()(X)
     assert torch.equal(torch.jit.trace(model, X)(X), expected)
     if layer_class is not CallsSuper2d:  # TorchScript cannot compile super().
@@ -86,6 +76,76 @@ def test_the_remedy_of_torchscript_depends_on_how_the_layer_was_made() -> None:
         torch.jit.script(syncbn.convert_syncbn_model(nn.SyncBatchNorm(4)))
     with pytest.raises(RuntimeError, match="load its state_dict into a model that is built with"):
         torch.jit.script(nn.Sequential(syncbn.SyncBatchNorm2d(3)))
+
+
+# torch.fx.
+
+
+def call_twice(layer: nn.Module) -> nn.Module:
+    """Return a model that calls the same layer under two names: first "0.1", then "1"."""
+    return nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1), layer), layer)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layer_class", LAYER_CLASSES)
+def test_a_converted_layer_is_a_leaf_as_nn_batchnorm_is(layer_class: type[nn.Module], training: bool) -> None:
+    model = syncbn.convert_syncbn_model(call_twice(layer_class(3))).train(training)
+    graph = fx.symbolic_trace(model)
+    assert graph.code == fx.symbolic_trace(call_twice(nn.BatchNorm2d(3))).code
+    assert graph.get_submodule("0.1") is model[1]
+    assert torch.equal(graph(X), model(X))
+
+
+class PassesArguments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = syncbn.SyncBatchNorm2d(3, fuse_relu=True)
+        self.subclass = syncbn.convert_syncbn_model(CallsSuper2d(3))
+
+    def forward(self, x: Tensor, z: Tensor, mask: Tensor) -> Tensor:
+        y = self.layer(self.layer(x, z), mask=mask)
+        return self.subclass(y, 3.0) + self.subclass(y, times=4.0)
+
+
+def test_a_leaf_has_the_arguments_of_the_call() -> None:
+    model, z, mask = PassesArguments(), X.flip(0), torch.tensor([True, False, True, True])
+    graph = fx.symbolic_trace(model)
+    assert torch.equal(graph(X, z, mask), model(X, z, mask))
+
+
+class DoubleOutput(syncbn.SyncBatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def test_code_around_the_forward_is_refused_because_it_would_run_twice() -> None:
+    """With the tracer of the guide, which the error recommends, the code runs once."""
+    hooked, pre_hooked = syncbn.SyncBatchNorm(3), syncbn.convert_syncbn_model(CallsSuper2d(3))
+    hooked.register_forward_hook(lambda layer, inputs, output: output * 2)
+    pre_hooked.register_forward_pre_hook(lambda layer, inputs: inputs[0] * 2)
+    wrapped = syncbn.SyncBatchNorm(3)
+    forward = wrapped.forward
+    wrapped.forward = lambda x: forward(x) * 2
+    for layer in (DoubleOutput(3), hooked, pre_hooked, wrapped):
+        model = call_twice(layer)
+        with pytest.raises(TraceError, match=r"0\.1 \(\w+\) cannot be a leaf here: .* twice; .* is_leaf_module"):
+            fx.symbolic_trace(model)
+        graph = run_block("deploy.md", "class Tracer", model=model)["graph"]
+        assert torch.equal(graph(X), model(X))
+
+
+fx.wrap("sync_batch_norm")  # Calls by the name syncbn.functional.sync_batch_norm stay unwrapped.
+
+
+def test_sync_batch_norm_is_traced_only_if_torch_fx_wraps_it() -> None:
+    with pytest.raises(TraceError, match=r"\(input: Proxy\).*is_leaf_module.*torch\.fx\.wrap\(\"sync_batch_norm\"\)"):
+        fx.symbolic_trace(lambda x: syncbn.functional.sync_batch_norm(x, None, None, training=True))
+    graph = fx.symbolic_trace(lambda x: sync_batch_norm(x, None, None, training=True))
+    assert [node.op for node in graph.graph.nodes] == ["placeholder", "call_function", "output"]
+    assert torch.equal(graph(X), sync_batch_norm(X, None, None, training=True))
+
+
+# A model that was trained with masks.
 
 
 class Masked(nn.Module):

@@ -4,7 +4,6 @@ distributed/test_fuzz.py has ranks that pass different classes.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -25,67 +24,56 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-CASES = [
-    *((nn.BatchNorm2d, (role,), MetaImage) for role in ROLES),
-    *((nn.BatchNorm2d, ROLES, subclass) for subclass in (Image, MetaImage)),
-    # The forward of a converted subclass of nn.BatchNorm2d runs under a TorchFunctionMode.
-    *((layer_class, ("input",), MetaImage) for layer_class in (BatchNormAct2d, CallsSuper2d)),
-]
+def train_and_evaluate(layer: Layer, x: Tensor) -> list[object]:
+    """Run an in-place relu after the layer. The second step reads the buffers that the first has updated."""
+    model = layer if isinstance(layer, BatchNormAct2d) else nn.Sequential(layer, nn.ReLU(inplace=True))
+    return [step(model, layer, x), step(model, layer, x), step(model.eval(), layer, x)]
 
 
-@pytest.mark.parametrize(("layer_class", "roles", "subclass"), CASES)
-def test_results_have_the_classes_and_metadata_of_torch_with_a_subclass_in_each_role(
-    layer_class: type[nn.BatchNorm2d], roles: tuple[str, ...], subclass: type[Tensor]
-) -> None:
-    """Buffers keep their class when they are updated. An in-place relu works after the layer."""
-    x = as_class(torch.randn(SHAPE), subclass if "input" in roles else Tensor, "of x")
-
-    def run(layer: Layer) -> list[object]:
-        for name in {*roles} - {"input"}:
-            setattr(layer, name, as_class(getattr(layer, name), subclass, f"of {name}"))
-        model = layer if layer_class is BatchNormAct2d else nn.Sequential(layer, nn.ReLU(inplace=True))
-        return [step(model, layer, x), step(model, layer, x), step(model.eval(), layer, x)]
-
-    compare_with_torch(run, layer_class)
-
-
-def differentiate_twice(layer: Layer, x: Tensor) -> dict[str, Tensor]:
-    x = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(layer(x).sin().sum(), x, create_graph=True)
-    gradient.square().sum().backward()
-    return {"gradient": gradient, "grad of x": x.grad, "grad of weight": layer.weight.grad}
-
-
-def compile_and_train(layer: Layer, x: Tensor) -> dict[str, Tensor]:
+def compile_and_train(layer: Layer, x: Tensor) -> object:
     torch._dynamo.reset()
     return step(torch.compile(layer, backend="eager", fullgraph=True), layer, x)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # Dynamo warns.
-@pytest.mark.parametrize("use", [differentiate_twice, compile_and_train])
-def test_second_derivatives_and_compiled_graphs_keep_the_class_and_metadata_of_the_input(
-    use: Callable[[Any, Tensor], dict[str, Tensor]],
+@pytest.mark.parametrize(
+    ("use", "layer_class", "subclasses"),
+    [
+        *((train_and_evaluate, nn.BatchNorm2d, {role: MetaImage}) for role in ROLES),
+        *((train_and_evaluate, nn.BatchNorm2d, dict.fromkeys(ROLES, subclass)) for subclass in (Image, MetaImage)),
+        # The forward of a converted subclass of nn.BatchNorm2d runs under a TorchFunctionMode.
+        *((train_and_evaluate, layer_class, {"input": MetaImage}) for layer_class in (BatchNormAct2d, CallsSuper2d)),
+        (compile_and_train, nn.BatchNorm2d, {"input": MetaImage}),
+    ],
+)
+def test_results_have_the_classes_and_metadata_of_torch_with_a_subclass_in_each_role(
+    use: Callable[[Layer, Tensor], object], layer_class: type[nn.BatchNorm2d], subclasses: dict[str, type[Tensor]]
 ) -> None:
-    x = as_class(torch.randn(SHAPE), MetaImage, "of x")
-    compare_with_torch(lambda layer: use(layer, x))
+    x = as_class(torch.randn(SHAPE), subclasses.get("input", Tensor), "of x")
+
+    def run(layer: Layer) -> object:
+        for name in subclasses.keys() - {"input"}:
+            setattr(layer, name, as_class(getattr(layer, name), subclasses[name], f"of {name}"))
+        return use(layer, x)
+
+    compare_with_torch(run, layer_class)
 
 
-# A dim of size 1 may have any stride.
-DENSE = {"contiguous": torch.randn(SHAPE), "strided": torch.randn(12).as_strided((4, 3, 1, 1), (3, 1, 7, 5))}
+DY = {
+    "contiguous": torch.randn(SHAPE),
+    "strided": torch.randn(12).as_strided((4, 3, 1, 1), (3, 1, 7, 5)),  # A dim of size 1 may have any stride.
+    "subclass": as_class(torch.randn(SHAPE), Image),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("subclass", [Tensor, Image])
-@pytest.mark.parametrize("dy", DENSE.values(), ids=DENSE)
-def test_the_gradient_of_a_residual_does_not_share_memory_with_dy(
-    dy: Tensor, subclass: type[Tensor], create_graph: bool
-) -> None:
+@pytest.mark.parametrize("dy", DY.values(), ids=DY)
+def test_the_gradient_of_a_residual_does_not_share_memory_with_dy(dy: Tensor, create_graph: bool) -> None:
     """Otherwise a second backward, which adds to z.grad in place, would change dy."""
-    x, z = torch.randn(2, *dy.shape)
-    dy, dy_before = as_class(dy, subclass), dy
+    (x, z), before = torch.randn(2, *dy.shape), plain(dy).clone()
     y = syncbn.SyncBatchNorm2d(3)(x, z.requires_grad_())
     y.backward(dy, retain_graph=True, create_graph=create_graph)
     y.backward(dy)
-    assert torch.equal(plain(dy), dy_before)
-    assert torch.equal(plain(z.grad), 2 * dy_before)
+    assert torch.equal(plain(dy), before)
+    assert torch.equal(plain(z.grad), 2 * before)

@@ -6,7 +6,7 @@ graphs. Other calls stay local, and a warning names the class of the layer. test
 
 import copy
 import pickle
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn.functional import sync_batch_norm
+from syncbn.subclasses import NO_BATCH_NORM_CALL, NO_LAYER_TENSOR
 
 # Models.
 
@@ -54,36 +55,19 @@ def test_a_converted_model_trains_as_one_process_and_reverts_for_export(ranks: R
         assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
 
 
-def copy_attributes(layer: nn.Module) -> nn.Module:
-    """Copy a layer without calling its `__getstate__`, as the `__deepcopy__` of some classes does."""
-    copied = type(layer).__new__(type(layer))
-    copied.__dict__ = copy.deepcopy(layer.__dict__)
-    return copied
-
-
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy_attributes, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_a_copy_of_a_layer_that_has_trained_has_the_same_outputs_and_no_site(
-    ranks: Ranks, make_copy: Callable[[nn.Module], nn.Module]
-) -> None:
+def test_a_copy_of_a_layer_that_has_trained_has_the_same_outputs_and_no_site(ranks: Ranks) -> None:
     """With a copied site, ranks would take the copy for the original. (Site: see the glossary in how_it_works.md.)"""
     layer = syncbn.convert_syncbn_model(BatchNormAct2d(3)).to(ranks.device)
     x = torch.randn(4, 3, 2, 2, device=ranks.device) + ranks.rank
     expected = layer(x)
-    copied = make_copy(layer)
-    assert copied._syncbn_site is None
-    torch.testing.assert_close(copied(x), expected)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert copied._syncbn_site is None
+        torch.testing.assert_close(copied(x), expected)
+    # The `__deepcopy__` of some classes copies the attributes without calling `__getstate__` of the layer.
+    assert copy.deepcopy(vars(layer))["_syncbn_site"] is None
 
 
-# Layers whose forward calls batch norm.
-
-
-class GhostBatchNorm(nn.BatchNorm2d):
-    """Normalises two halves of the batch, one after the other."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        running = self.running_mean, self.running_var
-        halves = [F.batch_norm(half, *running, self.weight, self.bias, training=True) for half in (x[::2], x[1::2])]
-        return torch.stack(halves, 1).flatten(0, 1)
+# Layers with a forward of their own.
 
 
 class Slices(nn.BatchNorm2d):
@@ -102,6 +86,24 @@ class TorchFunction(nn.BatchNorm2d):
         return torch.batch_norm(x, self.weight, self.bias, *running, True, 0.1, self.eps, False)
 
 
+class CallsFunctional(nn.BatchNorm2d):
+    """Calls the function that syncbn's warning recommends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        running = self.running_mean, self.running_var
+        return sync_batch_norm(x, *running, self.weight, self.bias, self.training, self.momentum, self.eps)
+
+
+class BreaksGraph(CallsSuper2d):
+    """Breaks the graph before and after its batch norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        y = super().forward(x)
+        torch._dynamo.graph_break()
+        return y
+
+
 class InstanceNorm(nn.BatchNorm2d):
     """Normalises each sample by F.batch_norm, with copies of the weight."""
 
@@ -109,6 +111,32 @@ class InstanceNorm(nn.BatchNorm2d):
         n, num_channels, height, width = x.shape
         channels = x.reshape(1, n * num_channels, height, width)
         return F.batch_norm(channels, None, None, self.weight.repeat(n), training=True).view_as(x)
+
+
+class ManualBatchNorm(nn.BatchNorm2d):
+    """Computes batch norm by itself, so no call can be synchronised."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)
+
+
+# A class, its options, the number of collectives of a forward, and the problems that warnings describe.
+LAYERS = [
+    (BatchNormAct2d, {}, 1, []),
+    (CallsSuper2d, {}, 1, []),
+    (Slices, {}, 1, []),
+    (TorchFunction, {}, 1, []),
+    (TorchFunction, {"affine": False}, 1, []),
+    (TorchFunction, {"track_running_stats": False}, 1, []),
+    # Every call in the forward of a layer without tensors is synchronised.
+    (TorchFunction, {"track_running_stats": False, "affine": False}, 1, []),
+    # The unconverted layer synchronises too, so with another momentum its running variance would have another n.
+    (CallsFunctional, {"momentum": 0.0}, 1, []),
+    (BreaksGraph, {}, 1, []),
+    (Frozen, {}, 0, []),
+    (InstanceNorm, {}, 0, [NO_LAYER_TENSOR]),
+    (ManualBatchNorm, {}, 0, [NO_BATCH_NORM_CALL]),
+]
 
 
 def build_layers(ranks: Ranks, layer_class: type[nn.Module], **options: object) -> tuple[nn.Module, nn.Module]:
@@ -126,28 +154,11 @@ def uneven_batch(ranks: Ranks) -> tuple[Tensor, slice]:
     return x.to(ranks.device), ranks.local_slice(sizes)
 
 
-LOCAL_CALL = "forward calls F.batch_norm with none of the layer's weight, bias, running_mean and running_var. "
-
-
-@pytest.mark.parametrize(
-    ("layer_class", "options", "num_collectives", "num_warnings"),
-    [
-        (BatchNormAct2d, {}, 1, 0),
-        (CallsSuper2d, {}, 1, 0),
-        (GhostBatchNorm, {}, 2, 0),
-        (Slices, {}, 1, 0),
-        (TorchFunction, {}, 1, 0),
-        (TorchFunction, {"affine": False}, 1, 0),
-        (TorchFunction, {"track_running_stats": False}, 1, 0),
-        # Every call in the forward of a layer without tensors is synchronised.
-        (TorchFunction, {"track_running_stats": False, "affine": False}, 1, 0),
-        (InstanceNorm, {}, 0, 1),
-    ],
-)
-def test_a_call_that_passes_a_tensor_of_the_layer_is_synchronised(
-    ranks: Ranks, layer_class: type[nn.Module], options: dict[str, bool], num_collectives: int, num_warnings: int
+@pytest.mark.parametrize(("layer_class", "options", "num_collectives", "problems"), LAYERS)
+def test_a_forward_that_uses_the_statistics_of_its_batch_synchronises_them_or_warns(
+    ranks: Ranks, layer_class: type[nn.Module], options: dict[str, Any], num_collectives: int, problems: list[str]
 ) -> None:
-    """Other calls stay local. Two local calls of a layer cause one warning, which names the class."""
+    """Two calls of a layer warn once. Layers in evaluation and in groups of one rank do not warn."""
     original, layer = build_layers(ranks, layer_class, **options)
     batch, local = uneven_batch(ranks)
     x = batch[local].requires_grad_()
@@ -156,12 +167,36 @@ def test_a_call_that_passes_a_tensor_of_the_layer_is_synchronised(
     with CountCollectives() as backward:
         outputs[1].sum().backward()
     assert (forward.total, backward.total) == (2 * num_collectives, num_collectives)
-    expected = original(batch)[local], original(batch)[local]
+    expected = tuple(original(batch)[local] if num_collectives else original(x) for _ in outputs)
     torch.testing.assert_close((outputs, layer.state_dict()), (expected, original.state_dict()))
-    assert len(warnings) == num_warnings
-    assert all(f"{type(original).__name__}.{LOCAL_CALL}" in warning for warning in warnings)
-    last_step = f"synchronised over {ranks.size} ranks" if num_collectives else "not synchronised"
+    assert warnings == [f"syncbn is not synchronising: {layer_class.__name__}.forward {each}" for each in problems]
+    without_collective = "not known" if NO_BATCH_NORM_CALL in problems else "not synchronised"
+    last_step = f"synchronised over {ranks.size} ranks" if num_collectives else without_collective
     assert syncbn.summary(layer)[0].last_step == last_step
+    with syncbn_warnings() as warnings:
+        layer.eval()(x)
+        syncbn.convert_syncbn_model(layer, process_group=1).train()(x)
+    assert warnings == []
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("layer_class", "options"), [row[:2] for row in LAYERS])
+def test_a_graph_synchronises_and_warns_as_in_eager_mode(
+    ranks: Ranks, layer_class: type[nn.Module], options: dict[str, Any]
+) -> None:
+    batch, local = uneven_batch(ranks)
+    _, layer = build_layers(ranks, layer_class, **options)
+    layer_in_graph = copy.deepcopy(layer)
+    compiled = torch.compile(layer_in_graph, backend="aot_eager", fullgraph=layer_class is not BreaksGraph)
+    with syncbn_warnings() as expected_warnings:
+        expected = step(layer, layer, batch[local])  # the output, the gradients and the buffers of the layer
+    with syncbn_warnings() as warnings:
+        actual = step(compiled, layer_in_graph, batch[local])
+    torch.testing.assert_close(actual, expected)
+    assert warnings == expected_warnings
+    with syncbn_warnings() as warnings:
+        compiled.eval()(batch)
+    assert warnings == []
 
 
 @pytest.mark.parametrize("layer_class", [BatchNormAct2d, CallsSuper2d])
@@ -169,23 +204,13 @@ def test_channel_last_and_fuse_relu_apply_to_the_batch_norm_that_a_forward_calls
     ranks: Ranks, layer_class: type[nn.Module]
 ) -> None:
     batch, local = uneven_batch(ranks)
-    original, layer = (layer_class(3, dtype=torch.float64, device=ranks.device) for _ in range(2))
-    layer.act = nn.Identity()  # BatchNormAct2d would apply a relu by itself.
-    syncbn.convert_syncbn_model(layer, channel_last=True)
-    layer.fuse_relu = True
+    original, layer = build_layers(ranks, layer_class)
+    layer.act = original.act = nn.Identity()  # BatchNormAct2d would apply a relu by itself.
+    layer.channel_last = layer.fuse_relu = True
     for training in (True, False):
         expected = original.train(training)(batch).relu()[local]
         output = layer.train(training)(batch[local].movedim(1, -1)).movedim(-1, 1)
         torch.testing.assert_close((output, layer.state_dict()), (expected, original.state_dict()))
-
-
-# Forwards that a program has replaced, or whose input is not a tensor.
-
-TORCH_FORWARD = nn.BatchNorm2d.forward
-
-
-def forward_plus_five(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    return TORCH_FORWARD(layer, x) + 5
 
 
 @pytest.mark.parametrize("layer_class", [nn.BatchNorm2d, CallsSuper2d])
@@ -195,7 +220,8 @@ def test_a_forward_that_a_program_assigns_to_nn_batchnorm_is_synchronised(
     """The new forward runs in a layer that was converted before the assignment, and in one that was converted after."""
     batch, local = uneven_batch(ranks)
     original, before = build_layers(ranks, layer_class)
-    monkeypatch.setattr(nn.BatchNorm2d, "forward", forward_plus_five)
+    torch_forward = nn.BatchNorm2d.forward
+    monkeypatch.setattr(nn.BatchNorm2d, "forward", lambda layer, x: torch_forward(layer, x) + 5)
     after = syncbn.convert_syncbn_model(copy.deepcopy(original))
     expected = original(batch)[local]
     for layer in (before, after):
@@ -203,8 +229,8 @@ def test_a_forward_that_a_program_assigns_to_nn_batchnorm_is_synchronised(
         torch.testing.assert_close(layer.eval()(batch), original.eval()(batch))
 
 
-class PointBatchNorm(nn.BatchNorm1d):
-    """Takes values (points, C) and coordinates, like torchsparse's layer."""
+class PointBatchNorm(nn.BatchNorm2d):
+    """Takes values and coordinates in a tuple, like torchsparse's layer."""
 
     def forward(self, input: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return super().forward(input[0]), input[1]
@@ -212,81 +238,5 @@ class PointBatchNorm(nn.BatchNorm1d):
 
 def test_a_forward_whose_input_is_not_a_tensor_is_synchronised(ranks: Ranks) -> None:
     batch, local = uneven_batch(ranks)
-    points = batch[:, :, 0, 0]
-    layer, original = (PointBatchNorm(3, dtype=torch.float64, device=ranks.device) for _ in range(2))
-    output, _ = syncbn.convert_syncbn_model(layer)((points[local], points[local]))
-    torch.testing.assert_close(output, original((points, points))[0][local])
-
-
-# Graphs, and layers whose forward calls no batch norm.
-
-
-class BreaksGraph(CallsSuper2d):
-    """Breaks the graph before and after its batch norm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        y = super().forward(x)
-        torch._dynamo.graph_break()
-        return y
-
-
-class CallsFunctional(nn.BatchNorm2d):
-    """Calls the function that syncbn's warning recommends."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        running = self.running_mean, self.running_var
-        return sync_batch_norm(x, *running, self.weight, self.bias, self.training, 0.1, self.eps)
-
-
-class ManualBatchNorm(nn.BatchNorm2d):
-    """Computes batch norm by itself, so no call can be synchronised."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)
-
-
-NOT_WARNING = BatchNormAct2d, CallsSuper2d, CallsFunctional, Frozen, BreaksGraph
-WARNING = InstanceNorm, ManualBatchNorm
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("layer_class", NOT_WARNING + WARNING)
-def test_a_graph_synchronises_and_warns_as_in_eager_mode(ranks: Ranks, layer_class: type[nn.Module]) -> None:
-    batch, local = uneven_batch(ranks)
-    _, layer = build_layers(ranks, layer_class)
-    layer_in_graph = copy.deepcopy(layer)
-    compiled = torch.compile(layer_in_graph, backend="aot_eager", fullgraph=layer_class is not BreaksGraph)
-    with syncbn_warnings() as expected_warnings:
-        expected = step(layer, layer, batch[local])  # the output, the gradients and the buffers of the layer
-    with syncbn_warnings() as warnings:
-        actual = step(compiled, layer_in_graph, batch[local])
-    torch.testing.assert_close(actual, expected)
-    assert warnings == expected_warnings
-    assert len(warnings) == (1 if layer_class in WARNING else 0)
-    with syncbn_warnings() as warnings_in_evaluation:
-        compiled.eval()(batch)
-    assert warnings_in_evaluation == []
-
-
-def test_one_warning_names_each_class_whose_forward_does_not_synchronise(ranks: Ranks) -> None:
-    """Layers in groups of one rank and in evaluation do not warn."""
-    model = nn.Sequential(ManualBatchNorm(3), ManualBatchNorm(3), Frozen(3), InstanceNorm(3))
-    syncbn.convert_syncbn_model(model.to(ranks.device))
-    x = torch.randn(4, 3, 2, 2, device=ranks.device)
-    with syncbn_warnings() as warnings:
-        model(x)
-    assert warnings == [
-        "syncbn is not synchronising: ManualBatchNorm.forward calls neither super().forward nor F.batch_norm in "
-        "training. If it uses the statistics of this rank's batch, let it call one of the two, or "
-        "syncbn.functional.sync_batch_norm. A layer that communicates by itself needs no change.",
-        f"syncbn is not synchronising: InstanceNorm.{LOCAL_CALL}If that call uses the statistics of the batch, pass "
-        "one of the four or a slice of it, not a copy such as weight.float(), or call "
-        "syncbn.functional.sync_batch_norm.",
-    ]
-    last_steps = ["not known", "not known", "not synchronised", "not synchronised"]
-    assert [row.last_step for row in syncbn.summary(model)] == last_steps
-    with syncbn_warnings() as warnings:
-        model.eval()(x)
-        syncbn.convert_syncbn_model(model, process_group=1).train()(x)
-    assert warnings == []
+    original, layer = build_layers(ranks, PointBatchNorm)
+    torch.testing.assert_close(layer((batch[local], batch))[0], original((batch, batch))[0][local])
