@@ -50,42 +50,35 @@ class Result(NamedTuple):
     grad_weight: Tensor | None
     grad_bias: Tensor | None
     grad_z: Tensor | None
-    mean: Tensor
-    var: Tensor  # biased
-    unbiased_var: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    mean_square: Tensor  # E[x^2] of each channel
+    cancellation: float  # max E[x^2] / (var + eps): the variance may be a small difference of terms of this size.
     gradient_scale: float  # max |dy * weight * invstd|: grad_input may be a small difference of terms of this size.
-
-    @property
-    def running_mean(self) -> Tensor:
-        """The running mean, with momentum 0.1, if it was 0 before the step."""
-        return 0.1 * self.mean
-
-    @property
-    def running_var(self) -> Tensor:
-        """The running variance, with momentum 0.1, if it was 1 before the step."""
-        return 0.9 + 0.1 * self.unbiased_var
-
-    @property
-    def mean_square(self) -> Tensor:
-        return self.mean.square() + self.var
 
 
 def full_batch(
     x: Tensor, dy: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, z: Tensor | None = None,
-    relu: bool = False, eps: float = 1e-5, channel_dim: int = 1, mask: Tensor | None = None,
-    running: tuple[Tensor, Tensor] | None = None,
+    relu: bool = False, eps: float = 1e-5, channel_dim: int = 1, mask: Tensor | None = None, momentum: float = 0.1,
 ) -> Result:  # fmt: skip
-    """Compute a step by autograd. The arguments are those of `batch_norm`."""
+    """Compute a step by autograd, with running_mean 0 and running_var 1 before it. For `mask` see `batch_norm`."""
     leaves = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in (x, weight, bias, z)]
     dy = dy.double() if mask is None else torch.where(mask, dy.double(), 0)
     with torch.enable_grad():
-        y, *statistics = batch_norm(*leaves, relu, eps, channel_dim, mask, running)
+        y, *statistics = batch_norm(*leaves, relu, eps, channel_dim, mask)
     y.backward(dy)
     mean, var, n = (tensor.detach() for tensor in statistics)
-    scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight.detach()
-    gradients = (None if leaf is None else leaf.grad for leaf in leaves)
-    gradient_scale = largest(dy.movedim(channel_dim, -1) * scale)
-    return Result(y.detach(), *gradients, mean, var, var * n / (n - 1).clamp(min=1), gradient_scale)
+    scale = (var + eps).rsqrt() * (1 if weight is None else weight.detach())
+    mean_square = mean.square() + var
+    return Result(
+        y.detach(),
+        *(None if leaf is None else leaf.grad for leaf in leaves),
+        momentum * mean,
+        (1 - momentum) + momentum * var * n / (n - 1).clamp(min=1),
+        mean_square,
+        largest(mean_square / (var + eps)),
+        largest(dy.movedim(channel_dim, -1) * scale),
+    )
 
 
 def largest(tensor: Tensor) -> float:

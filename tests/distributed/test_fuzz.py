@@ -12,9 +12,9 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from oracle import TOLERANCE, Result, full_batch, require_close
-from tensor_subclasses import Image, MetaImage
+from equal_to_torch import strided_copy
+from oracle import TOLERANCE, Result, batch_norm, full_batch, largest, require_close
+from tensor_subclasses import Image, MetaImage, plain
 from torch import Tensor, nn
 from training import CountCollectives, assert_state_unchanged
 from voting import Ranks, vote
@@ -26,23 +26,17 @@ HALF = torch.bfloat16, torch.float16
 # float32 first; and of rounding a result, by the dtype of the result.
 SUM_TOLERANCE = TOLERANCE | dict.fromkeys(HALF, TOLERANCE[torch.float32])
 ROUNDING = TOLERANCE | {dtype: torch.finfo(dtype).eps for dtype in HALF}
-# An action or class that stands twice is drawn twice as often.
+# What stands twice in a list is drawn twice as often.
 ACTIONS = ["train", "train", "train", "evaluate", "evaluate", "revert and convert", "copy"]
 CLASSES = [Tensor, Tensor, Image, MetaImage]
-LAYOUTS = ["contiguous", "non-dense", "negative", "permuted", "channels_last"]
-
-
-def with_layout(x: Tensor, layout: str) -> Tensor:
-    """Return a tensor with the values of x, contiguous if x does not have the dims of the layout."""
-    if layout == "non-dense":
-        return torch.stack((x, -x), -1)[..., 0]
-    if layout == "negative":
-        return torch._neg_view(-x)
-    if layout == "permuted":
-        return x.movedim(0, -1).contiguous().movedim(-1, 0)
-    if layout == "channels_last" and x.ndim in (4, 5):
-        return x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
-    return x.contiguous()
+# Functions that return the values of a tensor in another layout of memory.
+LAYOUTS = [
+    lambda x: x.contiguous(),
+    lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),  # N last
+    lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),  # channels_last
+    strided_copy,  # not dense
+    lambda x: torch._neg_view(-x),
+]
 
 
 class Program:
@@ -54,7 +48,7 @@ class Program:
         self.group_size = draw.choice([size for size in range(2, ranks.size + 1) if ranks.size % size == 0])
         self.first_rank = ranks.rank - ranks.rank % self.group_size  # the first rank of this rank's group
         self.num_channels = draw.randint(1, 9)
-        # The shape of an input without N and C. A size that stands twice is drawn twice as often.
+        # The shape of an input without N and C.
         self.spatial_sizes = draw.sample([0, 1, 1, 2, 2, 3, 3, 5, 33], k=draw.randint(0, 3))
         self.dtype = draw.choice([*SUM_TOLERANCE])
         self.plain_class = getattr(nn, f"BatchNorm{max(1, len(self.spatial_sizes))}d")
@@ -96,57 +90,35 @@ class Batch:
 
     def __init__(self, program: Program) -> None:
         self.program, self.layer = program, program.layer
-        draw, dtype, ranks = program.draw, program.dtype, program.ranks
-        first, rank = program.first_rank, ranks.rank
+        draw, ranks, first = program.draw, program.ranks, program.first_rank
         sizes = draw.choices(range(5), k=ranks.size)  # the number of samples of each rank
-        start = sum(sizes[first:rank])
-        self.samples = slice(start, start + sizes[rank])
-        # The shape (N, ...) of x without the channels, with the samples of all ranks of the group.
-        self.mask_shape = [sum(sizes[first : first + program.group_size]), *program.spatial_sizes]
+        start = sum(sizes[first : ranks.rank])
+        self.samples = slice(start, start + sizes[ranks.rank])
+        shape = [sum(sizes[first : first + program.group_size]), *program.spatial_sizes]
         self.channel_dim = -1 if program.channel_last else 1
-        self.subclass = draw.choices(CLASSES, k=ranks.size)[rank]
+        self.subclass = draw.choices(CLASSES, k=ranks.size)[ranks.rank]
         generator = torch.Generator().manual_seed(draw.randint(0, 2**16) + first)
-        normal = torch.randn(3, *self.mask_shape, program.num_channels, generator=generator, dtype=torch.float64)
-        x, dy, z = (tensor.movedim(-1, self.channel_dim).contiguous() for tensor in normal)
+
+        # The mask that the layer gets, and the mask of x (N, ...) with a channel dim of 1: True where a value counts.
+        mask_shape = [draw.choice([1, size, size]) for size in shape]  # A size of 1 is broadcast.
+        mask = torch.rand(mask_shape, generator=generator) < draw.choice([0.0, 0.6, 0.6])
+        self.mask = draw.choice([None, mask.view(-1) if mask.numel() == len(mask) else mask])
+        counted = torch.ones(shape, dtype=torch.bool) if self.mask is None else mask.expand(shape)
+        self.counted = counted.unsqueeze(self.channel_dim)
+
         mean, std = draw.choice([(0.0, 1.0), (100.0, 1.0), (3.3, 0.0)])  # test_promises.py has harder inputs.
-        x = mean + std * x
-        counted = self.draw_mask(generator)
-        self.counted = counted.to(ranks.device)
-        ignored = ~counted.unsqueeze(self.channel_dim)
+        normal = torch.randn(3, *shape, program.num_channels, generator=generator, dtype=torch.float64)
         poison = draw.choice([0.0, math.nan, math.inf])  # the values that the mask ignores
-        x, dy, z = (tensor.masked_fill(ignored, poison) for tensor in (x, dy, z))
-        self.x = with_layout(x.to(ranks.device, dtype), draw.choice(LAYOUTS))
-        self.z = z.to(ranks.device, dtype) if draw.choice([False, True]) else None
-        self.dy = dy.to(ranks.device, dtype)
-        if program.fuse_relu and counted.any():  # Rounding errors decide whether the relu of almost 0 has a gradient.
+        tensors = [tensor.movedim(-1, self.channel_dim) for tensor in (mean + std * normal[0], *normal[1:])]
+        tensors = [tensor.masked_fill(~self.counted, poison).to(program.dtype) for tensor in tensors]
+        self.x, self.dy, self.z = (draw.choice(LAYOUTS)(tensor.to(ranks.device)) for tensor in tensors)
+        self.z = draw.choice([None, self.z])
+        self.mask, self.counted = (
+            None if each is None else each.to(ranks.device) for each in (self.mask, self.counted)
+        )
+        if program.fuse_relu:  # Rounding errors decide whether the relu of almost 0 has a gradient.
             magnitude = self.oracle(relu=False).output.abs()
-            self.dy.masked_fill_(self.from_rows(magnitude < 1e-2 * magnitude.max().clamp(min=1)), 0)
-        self.dy = with_layout(self.dy, draw.choice(LAYOUTS))
-
-    def draw_mask(self, generator: torch.Generator) -> Tensor:
-        """Draw `self.mask`, which the layer gets, and return the mask expanded to (N, ...): True where x is counted."""
-        draw, sizes = self.program.draw, self.mask_shape
-        kind = draw.choice(["no mask", "no mask", "samples", "positions", "broadcast", "all False"])
-        if kind == "samples":
-            sizes = [sizes[0], *[1] * len(sizes[1:])]
-        elif kind == "broadcast":
-            sizes = [draw.choice([1, size]) for size in sizes]
-        share = {"no mask": 1.0, "all False": 0.0}.get(kind, 0.6)
-        counted = torch.rand(sizes, generator=generator) < share
-        self.mask = counted.to(self.program.ranks.device) if kind != "no mask" else None
-        if kind == "samples":
-            self.mask = self.mask.view(-1)
-        return counted.expand(self.mask_shape)
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """Return the values that the mask counts: (values per channel, channels)."""
-        return tensor.as_subclass(Tensor).movedim(self.channel_dim, -1)[self.counted]
-
-    def from_rows(self, rows: Tensor) -> Tensor:
-        """Return a tensor in the shape of x that is 0 in the places that the mask ignores."""
-        tensor = rows.new_zeros(*self.mask_shape, self.program.num_channels)
-        tensor[self.counted] = rows
-        return tensor.movedim(-1, self.channel_dim)
+            self.dy = self.dy.masked_fill(self.counted & (magnitude < 1e-2 * max(1.0, largest(magnitude))), 0)
 
     def local(self, tensor: Tensor | None) -> Tensor | None:
         """Return this rank's samples in this rank's class. A mask (1, ...), which is broadcast, is returned whole."""
@@ -156,15 +128,17 @@ class Batch:
         return local.detach().as_subclass(self.subclass)
 
     def oracle(self, relu: bool) -> Result:
-        """Return the results for the values that the mask counts."""
-        x, dy, z = (None if tensor is None else self.rows(tensor) for tensor in (self.x, self.dy, self.z))
-        return full_batch(x, dy, self.layer.weight, self.layer.bias, z, relu, self.layer.eps)
+        weight, bias, eps = self.layer.weight, self.layer.bias, self.layer.eps
+        options = relu, eps, self.channel_dim, self.counted
+        # With momentum 1 the running statistics are those of the batch.
+        return full_batch(self.x, self.dy, weight, bias, self.z, *options, momentum=1.0)
 
     def train(self) -> None:
         layer = self.layer.train()
         layer.zero_grad()
         x, z, mask, dy = map(self.local, (self.x, self.z, self.mask, self.dy))
-        if self.counted.sum() == 1:
+        num_values = self.counted.sum()
+        if num_values == 1:
             message = "Expected more than 1 value per channel when training, got 1"
             with assert_state_unchanged(layer), pytest.raises(ValueError, match=message):
                 layer(x, z, mask)
@@ -173,42 +147,32 @@ class Batch:
         y = layer(x.requires_grad_(), z, mask)
         y.backward(dy)
         assert (y.shape, y.dtype, type(y)) == (x.shape, x.dtype, type(x))
-        rows = self.rows(self.x).double()
-        if len(rows):
-            self.check_gradients(y.detach(), x.grad, rows)
-        else:
-            assert not any(tensor.any() for tensor in (y, x.grad, *(weight.grad for weight in layer.parameters())))
-        if layer.track_running_stats:
-            self.check_buffers(rows, before)
-
-    def check_gradients(self, y: Tensor, grad_input: Tensor, rows: Tensor) -> None:
-        """Compare the results of this rank, and the sums of the parameters' gradients over the group."""
-        expected = self.oracle(self.layer.fuse_relu)
+        expected = self.oracle(layer.fuse_relu)
         # Sums about zero lose a few times 2^-53 * (mean / std)^2, see docs/performance.md.
-        lost = 8 * 2.0**-53 * (rows.square().mean(0) / (rows.var(0, correction=0) + self.layer.eps)).max().item()
-        for name, actual, largest_term in (("output", y, 0.0), ("grad_input", grad_input, expected.gradient_scale)):
-            whole = self.from_rows(getattr(expected, name))
-            scale = max(1.0, whole.abs().max().item(), largest_term)
-            require_close(name, actual, whole[self.samples], scale, lost)
-        # A normalised value is at most sqrt(n).
-        largest_sum = self.rows(self.dy).double().abs().sum(0).amax().item() * len(rows) ** 0.5
-        for name, parameter in self.layer.named_parameters():
-            error = (self.gather(parameter.grad).double().sum(0) - getattr(expected, f"grad_{name}")).abs().max()
-            tolerance = ROUNDING[parameter.dtype] + SUM_TOLERANCE[self.x.dtype] + lost
-            assert error <= tolerance * max(1.0, largest_sum), name
+        lost = 8 * 2.0**-53 * expected.cancellation
+        for name, actual, largest_term in (("output", y, 0.0), ("grad_input", x.grad, expected.gradient_scale)):
+            whole = getattr(expected, name)
+            require_close(name, actual.detach(), whole[self.samples], max(1.0, largest(whole), largest_term), lost)
+        # The gradients of the parameters are summed over the group. A normalised value is at most sqrt(n).
+        sum_dy = (
+            torch.where(self.counted, self.dy.double(), 0).movedim(self.channel_dim, -1).abs().flatten(0, -2).sum(0)
+        )
+        largest_sum = max(1.0, largest(sum_dy) * num_values.item() ** 0.5)
+        for name, parameter in layer.named_parameters():
+            error = largest(self.gather(parameter.grad).double().sum(0) - getattr(expected, f"grad_{name}"))
+            assert error <= (ROUNDING[parameter.dtype] + SUM_TOLERANCE[x.dtype] + lost) * largest_sum, name
+        if layer.track_running_stats:
+            self.check_buffers(expected, before)
 
-    def check_buffers(self, rows: Tensor, before: dict[str, Tensor]) -> None:
+    def check_buffers(self, batch: Result, before: dict[str, Tensor]) -> None:
         """Check that the running statistics are rounded once, and equal on all ranks of the group."""
         layer = self.layer
         assert layer.num_batches_tracked == before["num_batches_tracked"] + 1
         momentum = 1 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
-        for name in ("running_mean", "running_var"):
-            actual, expected, largest_term = layer.get_buffer(name), before[name].double(), 1.0
-            if len(rows):
-                statistic = rows.mean(0) if name == "running_mean" else rows.var(0)
-                expected = (1 - momentum) * expected + momentum * statistic
-                largest_term = max(1.0, rows.square().mean(0).max().item())  # var = E[x^2] - mean^2
-            scale = max(largest_term, expected.abs().max().item())
+        momentum = momentum if self.counted.any() else 0.0
+        for name, statistic in (("running_mean", batch.running_mean), ("running_var", batch.running_var)):
+            actual, expected = layer.get_buffer(name), (1 - momentum) * before[name].double() + momentum * statistic
+            scale = max(1.0, largest(batch.mean_square), largest(expected))  # var = E[x^2] - mean^2
             require_close(name, actual, expected, scale, SUM_TOLERANCE[self.x.dtype])
             assert (self.gather(actual) == actual).all(), name
 
@@ -220,34 +184,32 @@ class Batch:
         return torch.stack(tensors)
 
     def evaluate(self) -> None:
-        """Compare with F.batch_norm in float64, unless the layer has no running statistics."""
+        """Compare with batch norm in float64, unless the layer has no running statistics."""
         layer = self.layer.eval()
         x, z, mask, dy = map(self.local, (self.x, self.z, self.mask, self.dy))
-        self.counted = self.counted[self.samples]  # From here on `self.rows` takes tensors of this rank alone.
-        rows = self.rows(x).double()
-        if not layer.track_running_stats and len(rows) < 2:  # F.batch_norm raises an error.
+        counted = self.counted[self.samples]
+        if not layer.track_running_stats and counted.sum() < 2:  # F.batch_norm raises an error.
             return
         with CountCollectives() as collectives:
             y = layer(x.requires_grad_(), z, mask)
             y.backward(dy)
         assert collectives.total == 0
         assert type(y) is type(x)
-        for result in (y.detach(), x.grad):
-            assert not result.as_subclass(Tensor).movedim(self.channel_dim, -1)[~self.counted].any()
         assert x.grad.isfinite().all()
-        if not layer.track_running_stats or not rows.numel():
+        for result in (y.detach(), x.grad):
+            assert not result.masked_fill(counted, 0).any()
+        if not layer.track_running_stats:
             return
-        tensors = layer.running_mean, layer.running_var, layer.weight, layer.bias
-        mean, var, weight, bias = (None if tensor is None else tensor.detach().double() for tensor in tensors)
-        expected = F.batch_norm(rows, mean, var, weight, bias, eps=layer.eps)
-        expected = expected if z is None else expected + self.rows(z)
-        expected = expected.relu() if layer.fuse_relu else expected
+        tensors = x, layer.running_mean, layer.running_var, layer.weight, layer.bias, z
+        x, mean, var, weight, bias, z = (None if each is None else plain(each).double() for each in tensors)
+        options = layer.fuse_relu, layer.eps, self.channel_dim, counted, (mean, var)
+        expected, *_ = batch_norm(x, weight, bias, z, *options)
         scale = (var + layer.eps).rsqrt() * (1 if weight is None else weight)
-        largest_term = max(1.0, expected.abs().max().item(), ((rows.abs() + mean.abs()) * scale.abs()).max().item())
-        is_finite = expected.abs() < torch.finfo(y.dtype).max / 2
-        error = (self.rows(y.detach()).double() - expected).abs()[is_finite]
+        terms = (x.masked_fill(~counted, 0).movedim(self.channel_dim, -1).abs() + mean.abs()) * scale
+        limit = torch.finfo(y.dtype).max / 2  # Larger results may overflow.
+        error = largest(plain(y).double().clamp(-limit, limit) - expected.clamp(-limit, limit))
         # x * scale, mean * scale, their sum and the sum with z are rounded.
-        assert (error <= 4 * largest_term * ROUNDING[y.dtype]).all()
+        assert error <= 4 * max(1.0, largest(expected), largest(terms)) * ROUNDING[y.dtype]
 
 
 @pytest.mark.timeout(0)
