@@ -20,21 +20,16 @@ from syncbn.kernels import cpu
 from syncbn.testing import assert_matches_full_batch
 
 
-def test_ranks_that_are_spawned_train_as_one_process() -> None:
+def test_a_model_with_layers_that_nn_batch_norm_cannot_replace_passes() -> None:
     """Users' ranks are spawned. In other tests they are forked, which is faster."""
-    assert_matches_full_batch(trained_as_one.model, batch(5), F.cross_entropy)
+    images, _ = batch(5)
+    assert_matches_full_batch(trained_as_one.EveryLayer, (images,), torch.squeeze)
 
 
 @pytest.mark.usefixtures("ranks_start_faster")
 @pytest.mark.parametrize("options", [{"world_size": 1}, {"world_size": 3}, {"dtype": torch.float32}], ids=str)
 def test_a_converted_model_passes(options: dict[str, object]) -> None:
     assert_matches_full_batch(trained_as_one.model, batch(5), F.cross_entropy, **options)  # Ranks have 2, 2, 1 samples.
-
-
-@pytest.mark.usefixtures("ranks_start_faster")
-def test_a_model_with_layers_that_nn_batch_norm_cannot_replace_passes() -> None:
-    images, _ = batch(5)
-    assert_matches_full_batch(trained_as_one.EveryLayer, (images,), torch.squeeze)
 
 
 @pytest.mark.usefixtures("ranks_start_faster")

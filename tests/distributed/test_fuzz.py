@@ -13,19 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from equal_to_torch import strided_copy
-from oracle import TOLERANCE, Result, batch_norm, full_batch, largest, require_close
+from oracle import TOLERANCE, Result, batch_norm, full_batch, largest, within_one_rounding
 from tensor_subclasses import Image, MetaImage, plain
 from torch import Tensor, nn
-from training import CountCollectives, assert_state_unchanged
+from training import assert_state_unchanged
 from voting import Ranks, vote
 
 import syncbn
 
-HALF = torch.bfloat16, torch.float16
-# Tolerances relative to the largest term: of a sum, by the dtype of its terms, of which those of 16 bits are summed in
-# float32 first; and of rounding a result, by the dtype of the result.
-SUM_TOLERANCE = TOLERANCE | dict.fromkeys(HALF, TOLERANCE[torch.float32])
-ROUNDING = TOLERANCE | {dtype: torch.finfo(dtype).eps for dtype in HALF}
 # What stands twice in a list is drawn twice as often.
 ACTIONS = ["train", "train", "train", "evaluate", "evaluate", "revert and convert", "copy"]
 CLASSES = [Tensor, Tensor, Image, MetaImage]
@@ -50,7 +45,7 @@ class Program:
         self.num_channels = draw.randint(1, 9)
         # The shape of an input without N and C.
         self.spatial_sizes = draw.sample([0, 1, 1, 2, 2, 3, 3, 5, 33], k=draw.randint(0, 3))
-        self.dtype = draw.choice([*SUM_TOLERANCE])
+        self.dtype = draw.choice([*TOLERANCE])
         self.plain_class = getattr(nn, f"BatchNorm{max(1, len(self.spatial_sizes))}d")
         has_bias, self.channel_last, self.fuse_relu = draw.choices([False, True], k=3)
         layer = self.plain_class(
@@ -70,13 +65,12 @@ class Program:
         process_group = None if self.group_size == ranks.size else self.group_size
         self.layer = syncbn.convert_syncbn_model(layer, process_group, self.channel_last)
         self.layer.fuse_relu = self.fuse_relu
+        self.group = syncbn.create_syncbn_process_group(process_group or 0) or dist.group.WORLD  # 0: all ranks
 
     def take_step(self) -> None:
         action, layer = self.draw.choice(ACTIONS), self.layer
-        if action == "train":
-            Batch(self).train()
-        elif action == "evaluate":
-            Batch(self).evaluate()
+        if action in ("train", "evaluate"):
+            Batch(self).take_step(is_training=action == "train")
         elif action == "copy":
             self.layer = copy.deepcopy(layer)
         elif not self.fuse_relu:  # nn.BatchNorm has no relu.
@@ -101,24 +95,23 @@ class Batch:
 
         # The mask that the layer gets, and the mask of x (N, ...) with a channel dim of 1: True where a value counts.
         mask_shape = [draw.choice([1, size, size]) for size in shape]  # A size of 1 is broadcast.
-        mask = torch.rand(mask_shape, generator=generator) < draw.choice([0.0, 0.6, 0.6])
+        mask = (torch.rand(mask_shape, generator=generator) < draw.choice([0.0, 0.6, 0.6])).to(ranks.device)
         self.mask = draw.choice([None, mask.view(-1) if mask.numel() == len(mask) else mask])
-        counted = torch.ones(shape, dtype=torch.bool) if self.mask is None else mask.expand(shape)
+        counted = torch.ones(shape, dtype=torch.bool).to(ranks.device) if self.mask is None else mask.expand(shape)
         self.counted = counted.unsqueeze(self.channel_dim)
 
         mean, std = draw.choice([(0.0, 1.0), (100.0, 1.0), (3.3, 0.0)])  # test_promises.py has harder inputs.
-        normal = torch.randn(3, *shape, program.num_channels, generator=generator, dtype=torch.float64)
         poison = draw.choice([0.0, math.nan, math.inf])  # the values that the mask ignores
-        tensors = [tensor.movedim(-1, self.channel_dim) for tensor in (mean + std * normal[0], *normal[1:])]
-        tensors = [tensor.masked_fill(~self.counted, poison).to(program.dtype) for tensor in tensors]
-        self.x, self.dy, self.z = (draw.choice(LAYOUTS)(tensor.to(ranks.device)) for tensor in tensors)
-        self.z = draw.choice([None, self.z])
-        self.mask, self.counted = (
-            None if each is None else each.to(ranks.device) for each in (self.mask, self.counted)
+        x, dy, z = torch.randn(3, *shape, program.num_channels, generator=generator, dtype=torch.float64)
+        x, dy, z = (
+            tensor.to(ranks.device).movedim(-1, self.channel_dim).masked_fill(~self.counted, poison).to(program.dtype)
+            for tensor in (mean + std * x, dy, z)
         )
+        self.x, self.dy, self.z = draw.choice(LAYOUTS)(x), dy, draw.choice([None, draw.choice(LAYOUTS)(z)])
         if program.fuse_relu:  # Rounding errors decide whether the relu of almost 0 has a gradient.
             magnitude = self.oracle(relu=False).output.abs()
-            self.dy = self.dy.masked_fill(self.counted & (magnitude < 1e-2 * max(1.0, largest(magnitude))), 0)
+            self.dy = dy.masked_fill(self.counted & (magnitude < 1e-2 * max(1.0, largest(magnitude))), 0)
+        self.dy = draw.choice(LAYOUTS)(self.dy)
 
     def local(self, tensor: Tensor | None) -> Tensor | None:
         """Return this rank's samples in this rank's class. A mask (1, ...), which is broadcast, is returned whole."""
@@ -133,83 +126,81 @@ class Batch:
         # With momentum 1 the running statistics are those of the batch.
         return full_batch(self.x, self.dy, weight, bias, self.z, *options, momentum=1.0)
 
-    def train(self) -> None:
-        layer = self.layer.train()
+    def take_step(self, is_training: bool) -> None:
+        """Run forward and backward, and compare with the oracle."""
+        layer = self.layer.train(is_training)
         layer.zero_grad()
         x, z, mask, dy = map(self.local, (self.x, self.z, self.mask, self.dy))
-        num_values = self.counted.sum()
-        if num_values == 1:
+        num_values = (self.counted if is_training else self.counted[self.samples]).sum()
+        if is_training and num_values == 1:
             message = "Expected more than 1 value per channel when training, got 1"
             with assert_state_unchanged(layer), pytest.raises(ValueError, match=message):
                 layer(x, z, mask)
-            return
-        before = copy.deepcopy(dict(layer.named_buffers()))
-        y = layer(x.requires_grad_(), z, mask)
-        y.backward(dy)
-        assert (y.shape, y.dtype, type(y)) == (x.shape, x.dtype, type(x))
-        expected = self.oracle(layer.fuse_relu)
+        elif is_training or layer.track_running_stats or num_values > 1:  # Otherwise F.batch_norm raises an error.
+            count_collectives = self.program.group._get_sequence_number_for_group
+            before, num_collectives = copy.deepcopy(dict(layer.named_buffers())), count_collectives()
+            y = layer(x.requires_grad_(), z, mask)
+            y.backward(dy)
+            assert count_collectives() - num_collectives == (2 if is_training else 0)
+            assert (y.shape, y.dtype, type(y)) == (x.shape, x.dtype, type(x))
+            if is_training:
+                self.check_training(y.detach(), x.grad, before)
+            else:
+                self.check_evaluation(*(None if each is None else plain(each) for each in (x, z, y, x.grad)))
+
+    def check_training(self, y: Tensor, grad_input: Tensor, before: dict[str, Tensor]) -> None:
+        """Compare the results of this rank, the sums of the parameters' gradients over the group, and the buffers. The
+        running statistics are rounded once, and equal on all ranks of the group."""
+        layer, expected, tolerance = self.layer, self.oracle(self.layer.fuse_relu), TOLERANCE[self.x.dtype]
         # Sums about zero lose a few times 2^-53 * (mean / std)^2, see docs/performance.md.
         lost = 8 * 2.0**-53 * expected.cancellation
-        for name, actual, largest_term in (("output", y, 0.0), ("grad_input", x.grad, expected.gradient_scale)):
+        for name, actual, largest_term in (("output", y, 1.0), ("grad_input", grad_input, expected.gradient_scale)):
             whole = getattr(expected, name)
-            require_close(name, actual.detach(), whole[self.samples], max(1.0, largest(whole), largest_term), lost)
-        # The gradients of the parameters are summed over the group. A normalised value is at most sqrt(n).
-        sum_dy = (
-            torch.where(self.counted, self.dy.double(), 0).movedim(self.channel_dim, -1).abs().flatten(0, -2).sum(0)
-        )
-        largest_sum = max(1.0, largest(sum_dy) * num_values.item() ** 0.5)
+            scale = max(1.0, largest(whole), largest_term)
+            assert within_one_rounding(actual, whole[self.samples], scale, tolerance + lost), name
+        # A normalised value is at most sqrt(n).
+        sum_dy = torch.where(self.counted, self.dy.double(), 0).movedim(self.channel_dim, 0).flatten(1).abs().sum(1)
+        largest_sum = max(1.0, largest(sum_dy) * self.counted.sum().item() ** 0.5)
         for name, parameter in layer.named_parameters():
             error = largest(self.gather(parameter.grad).double().sum(0) - getattr(expected, f"grad_{name}"))
-            assert error <= (ROUNDING[parameter.dtype] + SUM_TOLERANCE[x.dtype] + lost) * largest_sum, name
-        if layer.track_running_stats:
-            self.check_buffers(expected, before)
-
-    def check_buffers(self, batch: Result, before: dict[str, Tensor]) -> None:
-        """Check that the running statistics are rounded once, and equal on all ranks of the group."""
-        layer = self.layer
+            assert error <= (torch.finfo(parameter.dtype).eps + tolerance + lost) * largest_sum, name
+        if not layer.track_running_stats:
+            return
         assert layer.num_batches_tracked == before["num_batches_tracked"] + 1
         momentum = 1 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
         momentum = momentum if self.counted.any() else 0.0
-        for name, statistic in (("running_mean", batch.running_mean), ("running_var", batch.running_var)):
-            actual, expected = layer.get_buffer(name), (1 - momentum) * before[name].double() + momentum * statistic
-            scale = max(1.0, largest(batch.mean_square), largest(expected))  # var = E[x^2] - mean^2
-            require_close(name, actual, expected, scale, SUM_TOLERANCE[self.x.dtype])
+        for name in ("running_mean", "running_var"):
+            actual = layer.get_buffer(name)
+            wanted = (1 - momentum) * before[name].double() + momentum * getattr(expected, name)
+            scale = max(1.0, largest(expected.mean_square), largest(wanted))  # var = E[x^2] - mean^2
+            assert within_one_rounding(actual, wanted, scale, tolerance), name
             assert (self.gather(actual) == actual).all(), name
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks of the group."""
         tensors = [torch.empty_like(tensor) for _ in range(self.program.group_size)]
-        group = syncbn.create_syncbn_process_group(self.layer.process_group or 0)  # 0: all ranks
-        dist.all_gather(tensors, tensor, group)
+        dist.all_gather(tensors, tensor, self.program.group)
         return torch.stack(tensors)
 
-    def evaluate(self) -> None:
-        """Compare with batch norm in float64, unless the layer has no running statistics."""
-        layer = self.layer.eval()
-        x, z, mask, dy = map(self.local, (self.x, self.z, self.mask, self.dy))
-        counted = self.counted[self.samples]
-        if not layer.track_running_stats and counted.sum() < 2:  # F.batch_norm raises an error.
-            return
-        with CountCollectives() as collectives:
-            y = layer(x.requires_grad_(), z, mask)
-            y.backward(dy)
-        assert collectives.total == 0
-        assert type(y) is type(x)
-        assert x.grad.isfinite().all()
-        for result in (y.detach(), x.grad):
+    def check_evaluation(self, x: Tensor, z: Tensor | None, y: Tensor, grad_input: Tensor) -> None:
+        """Compare the output, unless the layer has no running statistics. Gradients must be finite."""
+        layer, counted = self.layer, self.counted[self.samples]
+        assert grad_input.isfinite().all()
+        for result in (y, grad_input):
             assert not result.masked_fill(counted, 0).any()
         if not layer.track_running_stats:
             return
         tensors = x, layer.running_mean, layer.running_var, layer.weight, layer.bias, z
-        x, mean, var, weight, bias, z = (None if each is None else plain(each).double() for each in tensors)
+        x, mean, var, weight, bias, z = (None if each is None else each.detach().double() for each in tensors)
         options = layer.fuse_relu, layer.eps, self.channel_dim, counted, (mean, var)
         expected, *_ = batch_norm(x, weight, bias, z, *options)
         scale = (var + layer.eps).rsqrt() * (1 if weight is None else weight)
         terms = (x.masked_fill(~counted, 0).movedim(self.channel_dim, -1).abs() + mean.abs()) * scale
         limit = torch.finfo(y.dtype).max / 2  # Larger results may overflow.
-        error = largest(plain(y).double().clamp(-limit, limit) - expected.clamp(-limit, limit))
+        error = largest(y.double().clamp(-limit, limit) - expected.clamp(-limit, limit))
         # x * scale, mean * scale, their sum and the sum with z are rounded.
-        assert error <= 4 * max(1.0, largest(expected), largest(terms)) * ROUNDING[y.dtype]
+        tolerance = 4 * torch.finfo(y.dtype).eps + TOLERANCE[y.dtype]
+        assert error <= tolerance * max(1.0, largest(expected), largest(terms))
 
 
 @pytest.mark.timeout(0)
