@@ -65,12 +65,11 @@ class Program:
         process_group = None if self.group_size == ranks.size else self.group_size
         self.layer = syncbn.convert_syncbn_model(layer, process_group, self.channel_last)
         self.layer.fuse_relu = self.fuse_relu
-        self.group = syncbn.create_syncbn_process_group(process_group or 0) or dist.group.WORLD  # 0: all ranks
 
     def take_step(self) -> None:
         action, layer = self.draw.choice(ACTIONS), self.layer
         if action in ("train", "evaluate"):
-            Batch(self).take_step(is_training=action == "train")
+            Batch(self).run(is_training=action == "train")
         elif action == "copy":
             self.layer = copy.deepcopy(layer)
         elif not self.fuse_relu:  # nn.BatchNorm has no relu.
@@ -126,7 +125,7 @@ class Batch:
         # With momentum 1 the running statistics are those of the batch.
         return full_batch(self.x, self.dy, weight, bias, self.z, *options, momentum=1.0)
 
-    def take_step(self, is_training: bool) -> None:
+    def run(self, is_training: bool) -> None:
         """Run forward and backward, and compare with the oracle."""
         layer = self.layer.train(is_training)
         layer.zero_grad()
@@ -137,7 +136,7 @@ class Batch:
             with assert_state_unchanged(layer), pytest.raises(ValueError, match=message):
                 layer(x, z, mask)
         elif is_training or layer.track_running_stats or num_values > 1:  # Otherwise F.batch_norm raises an error.
-            count_collectives = self.program.group._get_sequence_number_for_group
+            count_collectives = self.group()._get_sequence_number_for_group
             before, num_collectives = copy.deepcopy(dict(layer.named_buffers())), count_collectives()
             y = layer(x.requires_grad_(), z, mask)
             y.backward(dy)
@@ -176,10 +175,14 @@ class Batch:
             assert within_one_rounding(actual, wanted, scale, tolerance), name
             assert (self.gather(actual) == actual).all(), name
 
+    def group(self) -> dist.ProcessGroup:
+        """Return the group of the layer. An attribute would keep a failed group, and ranks would wait in it."""
+        return syncbn.create_syncbn_process_group(self.layer.process_group or 0) or dist.group.WORLD  # 0: all ranks
+
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks of the group."""
         tensors = [torch.empty_like(tensor) for _ in range(self.program.group_size)]
-        dist.all_gather(tensors, tensor, self.program.group)
+        dist.all_gather(tensors, tensor, self.group())
         return torch.stack(tensors)
 
     def check_evaluation(self, x: Tensor, z: Tensor | None, y: Tensor, grad_input: Tensor) -> None:
