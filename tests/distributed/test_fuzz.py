@@ -138,24 +138,26 @@ class Batch:
         elif is_training or layer.track_running_stats or num_values > 1:  # Otherwise F.batch_norm raises an error.
             count_collectives = self.group()._get_sequence_number_for_group
             before, num_collectives = copy.deepcopy(dict(layer.named_buffers())), count_collectives()
+            z = None if z is None else z.requires_grad_()
             y = layer(x.requires_grad_(), z, mask)
             y.backward(dy)
             assert count_collectives() - num_collectives == (2 if is_training else 0)
             assert (y.shape, y.dtype, type(y)) == (x.shape, x.dtype, type(x))
             if is_training:
-                self.check_training(y.detach(), x.grad, before)
+                results = {"output": y.detach(), "grad_input": x.grad} | ({} if z is None else {"grad_z": z.grad})
+                self.check_training(results, before)
             else:
                 self.check_evaluation(*(None if each is None else plain(each) for each in (x, z, y, x.grad)))
 
-    def check_training(self, y: Tensor, grad_input: Tensor, before: dict[str, Tensor]) -> None:
+    def check_training(self, results: dict[str, Tensor], before: dict[str, Tensor]) -> None:
         """Compare the results of this rank, the sums of the parameters' gradients over the group, and the buffers. The
         running statistics are rounded once, and equal on all ranks of the group."""
         layer, expected, tolerance = self.layer, self.oracle(self.layer.fuse_relu), TOLERANCE[self.x.dtype]
         # Sums about zero lose a few times 2^-53 * (mean / std)^2, see docs/performance.md.
         lost = 8 * 2.0**-53 * expected.cancellation
-        for name, actual, largest_term in (("output", y, 1.0), ("grad_input", grad_input, expected.gradient_scale)):
+        for name, actual in results.items():
             whole = getattr(expected, name)
-            scale = max(1.0, largest(whole), largest_term)
+            scale = max(1.0, largest(whole), expected.gradient_scale if name == "grad_input" else 0.0)
             assert within_one_rounding(actual, whole[self.samples], scale, tolerance + lost), name
         # A normalised value is at most sqrt(n).
         sum_dy = torch.where(self.counted, self.dy.double(), 0).movedim(self.channel_dim, 0).flatten(1).abs().sum(1)
