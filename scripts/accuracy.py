@@ -28,5 +28,5 @@ for dtype in (torch.float32, torch.float64):
     print(f"{'input':<20}{'formula':<18}" + "".join(f"{name:>14}" for name in NAMES))
     for case in HARD_INPUTS:
         for formula, function in FORMULAS.items():
-            relative = errors_of_one_step(case, dtype, function).relative
-            print(f"{case:<20}{formula:<18}" + "".join(f"{relative[name]:>14.1e}" for name in NAMES))
+            errors = errors_of_one_step(case, dtype, function)
+            print(f"{case:<20}{formula:<18}" + "".join(f"{errors[name]:>14.1e}" for name in NAMES))

@@ -20,28 +20,16 @@ from syncbn.kernels import cpu
 from syncbn.testing import assert_matches_full_batch
 
 
-def test_ranks_that_are_spawned_train_as_one_process() -> None:
+def test_a_model_with_layers_that_nn_batch_norm_cannot_replace_passes() -> None:
     """Users' ranks are spawned. In other tests they are forked, which is faster."""
-    assert_matches_full_batch(trained_as_one.model, batch(5), F.cross_entropy)
+    images, _ = batch(5)
+    assert_matches_full_batch(trained_as_one.EveryLayer, (images,), torch.squeeze)
 
 
 @pytest.mark.usefixtures("ranks_start_faster")
-@pytest.mark.parametrize(
-    ("model_fn", "loss_fn", "options"),
-    [
-        (trained_as_one.model, F.cross_entropy, {"world_size": 1}),
-        (trained_as_one.model, F.cross_entropy, {"world_size": 3}),  # The ranks have 2, 2 and 1 samples.
-        (trained_as_one.model_by_node, F.cross_entropy, {"dtype": torch.float32}),
-        (trained_as_one.frozen_model, F.cross_entropy, {}),
-        (trained_as_one.built_model, trained_as_one.mean_square, {}),  # The layers have no original class.
-        (trained_as_one.WithMore, trained_as_one.mean_square, {}),  # The layers do what nn.BatchNorm2d cannot.
-        (trained_as_one.OwnLoss, torch.squeeze, {}),  # The model changes its input in place, and returns its loss.
-    ],
-)
-def test_models_that_train_as_one_process_pass(model_fn: object, loss_fn: object, options: dict[str, object]) -> None:
-    images, labels = batch(5)
-    given = (images, labels) if loss_fn is F.cross_entropy else (images,)  # The other functions take no labels.
-    assert_matches_full_batch(model_fn, given, loss_fn, **options)
+@pytest.mark.parametrize("options", [{"world_size": 1}, {"world_size": 3}, {"dtype": torch.float32}], ids=str)
+def test_a_converted_model_passes(options: dict[str, object]) -> None:
+    assert_matches_full_batch(trained_as_one.model, batch(5), F.cross_entropy, **options)  # Ranks have 2, 2, 1 samples.
 
 
 @pytest.mark.usefixtures("ranks_start_faster")
@@ -49,10 +37,10 @@ def test_models_that_train_as_one_process_pass(model_fn: object, loss_fn: object
     ("arguments", "error", "message"),
     [
         ({"loss_fn": partial(F.cross_entropy, reduction="sum"), "batch": batch(5)}, AssertionError, "must be the mean"),
-        ({"model_fn": trained_as_one.partly_converted_model}, AssertionError, "not synchronised: '1'; call syncbn"),
+        ({"model_fn": trained_as_one.local_model}, AssertionError, "not synchronised: '1', '6'; call syncbn"),
         ({"model_fn": trained_as_one.doubling_model}, AssertionError, "loss of step 1: "),
         # Errors on a rank
-        ({"model_fn": trained_as_one.no_model}, ProcessRaisedException, "must return an nn.Module, got NoneType"),
+        ({"model_fn": dict}, ProcessRaisedException, "must return an nn.Module, got dict"),
         ({"loss_fn": partial(F.cross_entropy, reduction="none")}, ProcessRaisedException, r"number.* got shape \(2,\)"),
         # Errors before the ranks start
         ({"model_fn": lambda: nn.BatchNorm1d(3)}, TypeError, "model_fn must be importable .* got <function <lambda>"),
@@ -81,6 +69,12 @@ PROGRAM = "from syncbn import __main__ as program\n{}\nraise SystemExit(program.
 def run_program(*arguments: str, change: str = "", status: int = 0, **environment: str) -> str:
     """Run PROGRAM and return the output. A terminal of 20 columns does not cut the tables."""
     return run_text(PROGRAM.format(change), *arguments, status=status, COLUMNS="20", **environment)
+
+
+def run_check_on_two_ranks(folder: Path, change: str = "") -> str:
+    program = folder / "program.py"
+    program.write_text(PROGRAM.format(change))
+    return run_on_ranks(2, program, "check")
 
 
 def test_info_is_printed_by_rank_0_of_torchrun_and_by_every_other_process() -> None:
@@ -122,11 +116,26 @@ def test_check_fails_if_the_model_draws_random_numbers() -> None:
 
 
 def test_check_on_two_ranks_prints_small_errors(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(""))
-    printed = run_on_ranks(2, program, "check")
+    printed = run_check_on_two_ranks(tmp_path)
     assert printed.startswith("2 ranks (gloo, cpu) and one process")
     rows = re.findall(r"^(float\d\d) +(\w+) +(\S+e[+-]\d\d) ", printed, re.MULTILINE)
     assert [what for _, what, _ in rows] == 2 * ["loss", "output", "gradient", "parameter", "buffer"]
     for dtype, _, error in rows:
         assert float(error) < (1e-14 if dtype == "float64" else 1e-5)
+
+
+# The ranks' weights differ after the training.
+CHANGED_WEIGHT = """
+import os
+from syncbn import testing
+def differences(*arguments):
+    rows, model = testing.differences(*arguments)
+    model[0].weight.data += float(os.environ["RANK"])
+    return rows, model
+program.differences = differences
+"""
+
+
+def test_check_fails_if_the_weights_of_two_ranks_differ(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"float64: the ranks have different values of 0.weight\n(?s:.*)FAILED"):
+        run_check_on_two_ranks(tmp_path, CHANGED_WEIGHT)

@@ -22,53 +22,25 @@ def model() -> nn.Module:
     return syncbn.convert_syncbn_model(local_model())
 
 
-def partly_converted_model() -> nn.Module:
-    """Return a model whose last layer alone is synchronised."""
-    local = local_model()
-    syncbn.convert_syncbn_model(local[6])
-    return local
-
-
-def frozen_model() -> nn.Module:
-    """Return a partly converted model whose local layer is in evaluation mode."""
-    partly_converted = partly_converted_model()
-    partly_converted[1].eval()
-    return partly_converted
-
-
-def built_model() -> nn.Module:
-    """Return a model that cannot be reverted to nn.BatchNorm: its layers were constructed as synchronised layers."""
-    first, second = syncbn.SyncBatchNorm(3), syncbn.convert_syncbn_model(nn.SyncBatchNorm(3))
-    return nn.Sequential(first, second, nn.Conv2d(3, 1, 8), nn.Flatten(0))
-
-
-def model_by_node() -> nn.Module:
-    return syncbn.convert_syncbn_model(local_model(), process_group=int(os.environ["LOCAL_WORLD_SIZE"]))
-
-
-class WithMore(nn.Module):
-    """A model of x (N, 3, H, 8) with what nn.BatchNorm2d lacks: a fused relu, a residual, a mask and channel_last."""
+class EveryLayer(nn.Module):
+    """A model that changes its input (N, 3, H, 8) in place and returns its loss. Its layers were built as synchronised
+    layers, are synchronised in each host, are frozen, or do what nn.BatchNorm2d cannot."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = syncbn.convert_syncbn_model(nn.BatchNorm2d(3))
-        self.first.fuse_relu = True
-        self.middle = syncbn.convert_syncbn_model(nn.BatchNorm2d(3))
-        self.last = syncbn.convert_syncbn_model(nn.BatchNorm2d(8), channel_last=True)
+        convert = syncbn.convert_syncbn_model
+        self.first = nn.Sequential(
+            syncbn.SyncBatchNorm(3), nn.Conv2d(3, 3, 1), convert(nn.SyncBatchNorm(3)), nn.Tanh(),
+            convert(nn.BatchNorm2d(3), process_group=int(os.environ["LOCAL_WORLD_SIZE"])), nn.Tanh(),
+            nn.BatchNorm2d(3).eval(),
+        )  # fmt: skip
+        self.relu, self.masked = convert(nn.BatchNorm2d(3)), convert(nn.BatchNorm2d(3))
+        self.relu.fuse_relu = True
+        self.channel_last = convert(nn.BatchNorm2d(8), channel_last=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x, 0.5 * x), mask=x[:, 0] > 0))
-
-
-class OwnLoss(nn.Module):
-    """A model that changes its input in place and returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = model()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x.mul_(0.5)).square().mean()
+        x = self.first(x.mul_(0.5))
+        return self.channel_last(self.masked(self.relu(x, 0.5 * x), mask=x[:, 0] > 0)).exp().mean()
 
 
 def doubling_model() -> nn.Module:
@@ -77,14 +49,6 @@ def doubling_model() -> nn.Module:
     forward = syncbn.SyncBatchNorm.forward
     syncbn.SyncBatchNorm.forward = lambda *args: 2 * forward(*args)
     return model()
-
-
-def no_model() -> None:
-    """Return None, like a function that lacks its return statement."""
-
-
-def mean_square(output: Tensor) -> Tensor:
-    return output.square().mean()
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,11 @@
 """Tests that first and second derivatives are those of the whole batch, and how many all_reduces they issue."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import oracle
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, jacrev, jvp, vmap
 from training import CountCollectives
@@ -25,51 +24,13 @@ def function_of_statistics(x: Tensor, mean: Tensor, var: Tensor, count: Tensor |
     return ((mean * var + mean) * count).view(-1, 1, 1).expand(x.shape)
 
 
-@dataclass
-class Batch:
-    """The batch of all ranks, the same on every rank, and the function to differentiate: batch norm, or a function of
-    statistics."""
-
-    ranks: Ranks
+class Case(NamedTuple):
     num_tensors: int = 4  # The function takes this many of x (N, C, H, W), weight, bias and z.
     sizes: tuple[int, ...] = (2, 3, 1, 2)  # samples of each rank
     masked: bool = False
     channels_last: bool = False
     relu: bool = False
-    uses_statistics: bool = False
-
-    def __post_init__(self) -> None:
-        sizes = [*self.sizes[: self.ranks.size]]
-        self.samples = self.ranks.local_slice(sizes)
-        torch.manual_seed(0)
-        x, z = torch.randn(2, sum(sizes), C, 2, 4, dtype=torch.float64).to(self.ranks.device)
-        weight, bias = torch.randn(2, C, dtype=torch.float64).to(self.ranks.device)
-        self.mask = torch.rand(sum(sizes), 2, 4).to(self.ranks.device) < (0.7 if self.masked else 1)
-        x.masked_fill_(~self.mask[:, None], torch.nan)
-        if self.channels_last:
-            x = x.contiguous(memory_format=torch.channels_last)
-        self.tensors = [tensor.requires_grad_() for tensor in (x, weight, bias, z)[: self.num_tensors]]
-
-    def whole(self, x: Tensor, weight: Any = None, bias: Any = None, z: Any = None) -> Tensor:
-        """Compute the function of the whole batch, by torch alone."""
-        values = x.movedim(1, -1)[self.mask]  # (M, C)
-        if self.uses_statistics:
-            return function_of_statistics(x, values.mean(0), values.var(0, correction=0), len(values))
-        y = F.batch_norm(values, None, None, weight, bias, training=True)
-        if z is not None:
-            y = y + z.movedim(1, -1)[self.mask]
-        return y.relu() if self.relu else y
-
-    def synchronised(self, x: Tensor, weight: Any = None, bias: Any = None, z: Any = None) -> Tensor:
-        """Compute the function of this rank's samples by syncbn."""
-        mask = self.mask[self.samples] if self.masked else None
-        if self.uses_statistics:
-            return function_of_statistics(x, *sync_batch_stats(x, mask=mask))
-        return sync_batch_norm(x, None, None, weight, bias, training=True, z=z, mask=mask, fuse_relu=self.relu)
-
-    def local(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's samples of tensors (N, C, H, W), and tensors (C,) as they are."""
-        return [tensor[self.samples] if tensor.ndim == 4 else tensor for tensor in tensors]
+    uses_statistics: bool = False  # The function is not batch norm, but a function of statistics.
 
 
 def gradient_penalty(gradients: Sequence[Tensor]) -> Tensor:
@@ -106,46 +67,65 @@ def differentiate(way: str, function: Callable[..., Tensor], tensors: Sequence[T
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "options",
+    "case",
     [
-        {"num_tensors": 1},
-        {"num_tensors": 3, "sizes": (4, 0, 1, 1), "channels_last": True},
-        {"num_tensors": 3, "relu": True},
-        {"sizes": (0, 4, 0, 1), "relu": True},
-        {"masked": True, "relu": True, "channels_last": True},
-        {"uses_statistics": True, "num_tensors": 1, "sizes": (4, 0, 1, 1)},
-        {"uses_statistics": True, "num_tensors": 1, "sizes": (0, 4, 0, 1), "masked": True},
+        Case(num_tensors=1),
+        Case(num_tensors=3, sizes=(4, 0, 1, 1), channels_last=True),
+        Case(num_tensors=3, relu=True),
+        Case(sizes=(0, 4, 0, 1), relu=True),
+        Case(masked=True, relu=True, channels_last=True),
+        Case(uses_statistics=True, num_tensors=1, sizes=(4, 0, 1, 1)),
+        Case(uses_statistics=True, num_tensors=1, sizes=(0, 4, 0, 1), masked=True),
     ],
     ids=str,
 )
-def test_derivatives_equal_those_of_the_whole_batch(ranks: Ranks, way: str, options: dict[str, Any]) -> None:
+def test_derivatives_equal_those_of_the_whole_batch(ranks: Ranks, way: str, case: Case) -> None:
     """The gradients of weight and bias are equal after summing over the ranks."""
-    batch = Batch(ranks, **options)
-    expected = batch.local(differentiate(way, batch.whole, batch.tensors))
-    local_tensors = [tensor.detach().clone().requires_grad_() for tensor in batch.local(batch.tensors)]
+    torch.manual_seed(0)
+    shape = sum(case.sizes[: ranks.size]), C, 2, 4
+    x, z = torch.randn(2, *shape, dtype=torch.float64).to(ranks.device)
+    weight, bias = torch.randn(2, C, dtype=torch.float64).to(ranks.device)
+    mask = torch.rand(shape[0], 1, 2, 4).to(ranks.device) < (0.7 if case.masked else 1)
+    x.masked_fill_(~mask, torch.nan)
+    x = x.contiguous(memory_format=torch.channels_last) if case.channels_last else x
+    samples = ranks.local_slice([*case.sizes])
+    local_mask = mask[samples, 0] if case.masked else None
+
+    def whole(*tensors: Tensor) -> Tensor:
+        y, *statistics = oracle.batch_norm(*tensors, relu=case.relu, mask=mask)
+        return function_of_statistics(x, *statistics) if case.uses_statistics else y
+
+    def synchronised(x: Tensor, weight: Any = None, bias: Any = None, z: Any = None) -> Tensor:
+        if case.uses_statistics:
+            return function_of_statistics(x, *sync_batch_stats(x, mask=local_mask))
+        return sync_batch_norm(x, None, None, weight, bias, True, z=z, mask=local_mask, fuse_relu=case.relu)
+
+    def local(tensor: Tensor) -> Tensor:
+        return tensor[samples] if tensor.ndim == 4 else tensor
+
+    tensors = [tensor.requires_grad_() for tensor in (x, weight, bias, z)[: case.num_tensors]]
+    expected = differentiate(way, whole, tensors)
     with CountCollectives() as collectives:
-        actual = differentiate(way, batch.synchronised, local_tensors)
+        actual = differentiate(way, synchronised, [local(tensor).detach().requires_grad_() for tensor in tensors])
     for gradient, expected_gradient in zip(actual, expected, strict=True):
         total = gradient if gradient.ndim == 4 else ranks.all_reduce_sum(gradient)
-        torch.testing.assert_close(total, expected_gradient, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(total, local(expected_gradient), rtol=1e-10, atol=1e-10)
     if way in NUM_ALL_REDUCES:
-        assert collectives.total == (2 if batch.uses_statistics else NUM_ALL_REDUCES[way])
+        assert collectives.total == (2 if case.uses_statistics else NUM_ALL_REDUCES[way])
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_batch_norm_backward_computes_the_gradient_of_the_whole_batch(ranks: Ranks, training: bool) -> None:
+def test_batch_norm_backward_computes_the_gradient_of_the_whole_batch(ranks: Ranks) -> None:
     """The function issues one collective in training, and none in evaluation, where the statistics are constants."""
     torch.manual_seed(0)
     x, dy = torch.randn(2, 2 * ranks.size, C, 4, dtype=torch.float64).to(ranks.device)
-    weight = torch.randn(C, dtype=torch.float64).to(ranks.device)
-    mean, var = x.mean((0, 2)), x.var((0, 2), correction=0)
-    y = F.batch_norm(x.requires_grad_(), mean.clone(), var.clone(), weight, training=training)
-    (expected,) = torch.autograd.grad(y, x, dy)
-    local, invstd = ranks.even_slice(len(x)), (var + 1e-5).rsqrt()
+    local, var = ranks.even_slice(len(x)), x.var((0, 2), correction=0)
+    tensors = dy[local], x[local], x.mean((0, 2)), (var + 1e-5).rsqrt()
     with CountCollectives() as collectives:
-        actual, *_ = batch_norm_backward(dy[local], x.detach()[local], mean, invstd, weight, training=training)
-    torch.testing.assert_close(actual, expected[local], rtol=1e-10, atol=1e-10)
-    assert collectives.total == (1 if training else 0)
+        actual, *_ = batch_norm_backward(*tensors)
+        assert collectives.total == 1
+        batch_norm_backward(*tensors, training=False)
+    assert collectives.total == 1
+    torch.testing.assert_close(actual, oracle.full_batch(x, dy).grad_input[local], rtol=1e-10, atol=1e-10)
 
 
 def batch_norm(x: Tensor) -> Tensor:
