@@ -64,14 +64,17 @@ def train_steps(layer: Layer, x: Tensor, **tensors: Tensor) -> None:
     ],
     ids=", ".join,
 )
-def test_an_attribute_that_is_set_between_calls_takes_effect(attributes: dict[str, object]) -> None:
-    """The options and the kernels that earlier calls have cached do not fit the next call. After more steps the
+def test_an_attribute_that_is_set_between_calls_takes_effect(
+    attributes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The options and the kernels that earlier calls have cached do not fit the next call. In a second round the
     attribute is set back to its old value."""
     x, next_x = torch.randn(2, *SHAPE)
 
     def run(layer: Layer) -> list[object]:
         results: list[object] = []
         for values in (attributes, {name: getattr(layer, name) for name in attributes}):
+            clear_kernel_caches(monkeypatch)
             train_steps(layer, x)
             for name, value in copy.deepcopy(values).items():
                 setattr(layer, name, value)
