@@ -144,10 +144,6 @@ def make_layer(**options: object) -> syncbn.SyncBatchNorm:
     return syncbn.SyncBatchNorm(**({"num_features": 3} | options))
 
 
-def evaluate_layer(x: object = X, **options: object) -> object:
-    return make_layer(**options).eval()(x)
-
-
 evaluate_function = partial(sync_batch_norm, X, running_mean=torch.zeros(3), running_var=torch.ones(3))
 
 
@@ -167,8 +163,7 @@ CASES: list[tuple[Callable[..., object], dict[str, object], dict[str, object], t
     (make_layer, {"eps": "1"}, {"eps": np.float64(0.1)}, TypeError, "eps must be a float, got '1' of type str; pass a float"),
     (make_layer, {"process_group": 0}, {"process_group": 1}, ValueError, "process_group=0: the number of ranks per group is at least 1"),
     (make_layer, {"process_group": "host"}, {"process_group": 2}, TypeError, "got 'host' of type str; for a DeviceMesh, pass mesh.get_group(); for one group per node, int(os.environ"),
-    (evaluate_layer, {"x": X.int()}, {"x": X.double()}, TypeError, "expected a float16, bfloat16, float32 or float64 input, got torch.int32"),
-    (evaluate_layer, {"channel_last": torch.ones(2)}, {"channel_last": np.False_}, TypeError, "channel_last must be a bool, got tensor([1., 1.]) of type Tensor; pass a bool"),
+    (make_layer().eval(), {"input": X.int()}, {"input": X.double()}, TypeError, "expected a float16, bfloat16, float32 or float64 input, got torch.int32"),
     (evaluate_function, {"eps": -1e-5}, {"eps": 0}, ValueError, "eps must be non-negative, but got -1e-05"),
     (evaluate_function, {"running_mean": None, "running_var": None}, {}, ValueError, "running_mean must be defined in evaluation mode"),
     (syncbn.convert_syncbn_model, {"model": nn.BatchNorm2d}, {"model": nn.BatchNorm2d(3)}, TypeError, "expected an nn.Module, got <class 'torch.nn.modules.batchnorm.BatchNorm2d'> of type type; pass the model"),

@@ -247,24 +247,22 @@ def test_batch_norm_backward_has_the_gradients_of_torch_in_float64(
     """Each gradient is optional. Without a weight the gradients of weight and bias are at least float32."""
     eps = 0.5  # A large eps, because an eps that is missing or added twice must change the results.
     dy, x = torch.randn(2, *shape).to(dtype)
-    weight = torch.randn(4).to(dtype) if has_weight else None
+    weight = torch.randn(4).to(dtype).requires_grad_() if has_weight else None
     mean, var = torch.randn(4).double(), torch.rand(4).double()
     if training:
         var, mean = torch.var_mean(x.double().movedim(1, 0).flatten(1), 1, correction=0)
-    leaves = [x.double(), torch.ones(4).double() if weight is None else weight.double(), torch.zeros(4).double()]
-    for leaf in leaves:
-        leaf.requires_grad_()
+    per_channel = torch.ones(4) if weight is None else weight, torch.zeros(4)  # weight and bias
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, *per_channel)]
     y = F.batch_norm(leaves[0], mean.clone(), var.clone(), *leaves[1:], training=training, eps=eps)
     grad_input, grad_weight, grad_bias = torch.autograd.grad(y, leaves, dy.double())
     expected = grad_input.movedim(1, channel_dim), grad_weight, grad_bias
     parameter_dtype = dtype if has_weight else torch.promote_types(dtype, torch.float32)
+    dtypes = dtype, parameter_dtype, parameter_dtype
     tensors = dy.movedim(1, channel_dim), x.movedim(1, channel_dim), mean, (var + eps).rsqrt(), weight
     for output_mask in ((True, True, True), (True, False, False), (False, True, False)):
         results = batch_norm_backward(*tensors, channel_dim=channel_dim, training=training, output_mask=output_mask)
         assert [result is not None for result in results] == [*output_mask]
-        for actual, wanted, result_dtype in zip(
-            results, expected, (dtype, parameter_dtype, parameter_dtype), strict=True
-        ):
+        for actual, wanted, result_dtype in zip(results, expected, dtypes, strict=True):
             if actual is not None:
                 assert (actual.shape, actual.dtype, actual.requires_grad) == (wanted.shape, result_dtype, False)
                 # Rounding to the dtype of the result costs eps / 2. Sums in another order differ by less than 1e-12.
