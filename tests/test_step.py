@@ -1,7 +1,7 @@
 """Tests training calls whose layer, modes or memory change between calls, or between a forward and its backward.
 
 On the fast path kernels get addresses, which torch's dispatcher does not check, so syncbn must notice the changes.
-test_kernel_cache.py tests which kernels a call gets.
+test_kernel_cache.py tests which kernels a call gets. The last test is of the function batch_norm_backward.
 """
 
 import copy
@@ -101,8 +101,8 @@ def test_modes_and_profilers_see_the_operators_of_syncbn() -> None:
 
 # The backward of a forward on the fast path
 
-DY = unreadable_tensors(torch.randn(SHAPE))  # such as a dy that is not dense or has no memory
-DY["is_grads_batched"] = torch.randn(2, *SHAPE)
+DY = unreadable_tensors(torch.randn(SHAPE))  # One of them is not dense, and another has no memory.
+DY["is_grads_batched"] = torch.randn(2, *SHAPE)  # two gradients for one backward
 
 
 @pytest.mark.parametrize("name", DY)

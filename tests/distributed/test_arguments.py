@@ -44,7 +44,7 @@ def raises_on_all_ranks(
     assert str(raised.value).count(text) == 1
 
 
-# A function below sets attributes of a layer, or passes its tensors to a function, and returns the call to test.
+# Each function sets attributes of the layer, or passes the layer's tensors to a function, and returns the call to test.
 
 
 def layer_call(
@@ -178,11 +178,8 @@ def test_an_error_names_the_layer_and_every_faulty_rank(
 ) -> None:
     """Ranks 0 and 1 raise their own errors. Only a third rank raises the error with the lines of both ranks."""
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.Identity(), nn.BatchNorm1d(C)))
-    if ranks.rank < 2:
-        channels = bad_channels[ranks.rank]
-        message = f"^layer '1': .*got {channels}"
-    else:
-        channels, message = C, rf"layer '1' forward, call 1.\n{lines}"
+    channels = [*bad_channels, C, C][ranks.rank]
+    message = f"^layer '1': .*got {channels}" if ranks.rank < 2 else rf"layer '1' forward, call 1.\n{lines}"
     with pytest.raises(ValueError, match=message):
         model(torch.randn(2, channels))
 
