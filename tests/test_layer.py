@@ -1,21 +1,31 @@
-"""Tests that a layer on one process is nn.BatchNorm: options, memory formats, warnings and accumulated statistics.
+"""Tests that a layer on one process is nn.BatchNorm: options, memory formats, warnings and errors.
 
-distributed/test_fuzz.py draws dtypes, layouts and options.
+distributed/test_fuzz.py draws dtypes, layouts and options. distributed/test_arguments.py has the errors of bad arguments
+in training, on ranks.
 """
 
 import itertools
+import re
+from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from equal_to_torch import strided_copy
+from played_gpu import play
+from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from torch import Tensor, nn
+from training import step
 
 import syncbn
+from syncbn.functional import sync_batch_norm
 from syncbn.ranks import groups
 from syncbn.texts import warn_once
 
 
+@pytest.mark.usefixtures("syncbn_kernels")
 @pytest.mark.parametrize(("affine", "bias"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("track_running_stats", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -31,8 +41,7 @@ def test_training_and_evaluation_equal_torch(
     expected.load_state_dict(layer.state_dict())
     for _ in range(3):
         x = torch.randn(4, 3, 5, 5)
-        torch.testing.assert_close(layer(x), expected(x))
-    torch.testing.assert_close(layer.state_dict(), expected.state_dict())
+        torch.testing.assert_close(step(layer, layer, x), step(expected, expected, x))
     expected.load_state_dict(layer.state_dict())
     assert torch.equal(layer.eval()(x), expected.eval()(x))
 
@@ -115,19 +124,6 @@ def test_a_layer_that_cannot_synchronise_warns_once(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("syncbn_kernels")
-@pytest.mark.parametrize("syncbn_kernels", ["reference"], indirect=True)
-def test_one_rank_without_kernels_has_the_bits_of_torch() -> None:
-    x, z, dy = torch.randn(3, 4, 3, 5, 5).requires_grad_()
-    layer, expected = syncbn.SyncBatchNorm2d(3, fuse_relu=True), nn.BatchNorm2d(3)
-
-    def results(y: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
-        return y, *torch.autograd.grad(y, (x, z, *module.parameters()), dy)
-
-    assert all(map(torch.equal, results(layer(x, z), layer), results((expected(x) + z).relu(), expected)))
-    torch.testing.assert_close(layer.state_dict(), expected.state_dict())
-
-
-@pytest.mark.usefixtures("syncbn_kernels")
 def test_accumulated_statistics_keep_the_variance_next_to_a_large_mean() -> None:
     """float32 sums of squares would lose the variance. On several ranks: distributed/test_running_stats.py."""
     batches = torch.randn(4, 1000, 3) + 1e4
@@ -137,3 +133,91 @@ def test_accumulated_statistics_keep_the_variance_next_to_a_large_mean() -> None
             layer(batch)
     # The squares are near 1e8, where float32 values are 8 apart: float32 sums would lose more than the variance, 1.
     torch.testing.assert_close(layer.running_var.double(), batches.double().flatten(0, 1).var(0), rtol=1e-3, atol=0)
+
+
+# Errors.
+
+X = torch.randn(4, 3, 5)
+
+
+def make_layer(**options: object) -> syncbn.SyncBatchNorm:
+    return syncbn.SyncBatchNorm(**({"num_features": 3} | options))
+
+
+evaluate_function = partial(sync_batch_norm, X, running_mean=torch.zeros(3), running_var=torch.ones(3))
+
+
+def accumulate_in_a_block(model: object) -> None:
+    """Open a block for `model` within a block for LAYER."""
+    with syncbn.accumulate_running_stats(LAYER), syncbn.accumulate_running_stats(model):
+        pass
+
+
+LAYER, LAZY = make_layer(), syncbn.convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm1d()))
+
+# ruff: noqa: E501 - one row for each case
+# A function, the bad arguments, the nearest arguments that are accepted, the class of the error and a part of its text.
+CASES: list[tuple[Callable[..., object], dict[str, object], dict[str, object], type[Exception], str]] = [
+    (make_layer, {"num_features": 0}, {"num_features": 1}, ValueError, "num_features must be a positive int, got 0"),
+    (make_layer, {"eps": 0}, {"eps": 1e-30}, ValueError, "eps must be positive during training, but got 0"),
+    (make_layer, {"eps": "1"}, {"eps": np.float64(0.1)}, TypeError, "eps must be a float, got '1' of type str; pass a float"),
+    (make_layer, {"process_group": 0}, {"process_group": 1}, ValueError, "process_group=0: the number of ranks per group is at least 1"),
+    (make_layer, {"process_group": "host"}, {"process_group": 2}, TypeError, "got 'host' of type str; for a DeviceMesh, pass mesh.get_group(); for one group per node, int(os.environ"),
+    (make_layer().eval(), {"input": X.int()}, {"input": X.double()}, TypeError, "expected a float16, bfloat16, float32 or float64 input, got torch.int32"),
+    (evaluate_function, {"eps": -1e-5}, {"eps": 0}, ValueError, "eps must be non-negative, but got -1e-05"),
+    (evaluate_function, {"running_mean": None, "running_var": None}, {}, ValueError, "running_mean must be defined in evaluation mode"),
+    (syncbn.convert_syncbn_model, {"model": nn.BatchNorm2d}, {"model": nn.BatchNorm2d(3)}, TypeError, "expected an nn.Module, got <class 'torch.nn.modules.batchnorm.BatchNorm2d'> of type type; pass the model"),
+    (syncbn.revert_syncbn_model, {"model": LAYER, "target": syncbn.SyncBatchNorm2d}, {"model": nn.SyncBatchNorm(3), "target": nn.BatchNorm2d}, ValueError, "target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got <class 'syncbn"),
+    (syncbn.summary, {"model": [LAYER]}, {"model": LAYER}, TypeError, "expected an nn.Module, got [SyncBatchNorm(3"),
+    (accumulate_in_a_block, {"model": LAYER}, {"model": make_layer()}, RuntimeError, "cannot run inside another accumulate_running_stats"),
+    (accumulate_in_a_block, {"model": nn.ReLU()}, {"model": make_layer()}, ValueError, "no synchronised layer with running statistics: call syncbn.convert"),
+    (accumulate_in_a_block, {"model": LAZY}, {"model": make_layer()}, ValueError, "the layer '0' is lazy"),
+    (syncbn.create_syncbn_process_group, {"group_size": "2"}, {"group_size": 0}, ValueError, "group_size must be an int that is not negative, got '2'"),
+    (syncbn.create_syncbn_process_group, {"group_size": 2}, {"group_size": 0}, RuntimeError, "needs torch.distributed.init_process_group() first"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "bad", "good", "error", "text"), CASES, ids=[case[-1] for case in CASES])
+def test_a_bad_argument_raises_and_its_neighbour_does_not(
+    call: Callable[..., object], bad: dict[str, object], good: dict[str, object], error: type[Exception], text: str
+) -> None:
+    call(**good)
+    with pytest.raises(error, match=re.escape(text)):
+        call(**bad)
+
+
+@pytest.mark.parametrize(("dims", "x"), [(1, X[None]), (2, X), (3, X), (2, torch.randn(1, 3, 1, 1))])
+def test_shapes_that_torch_rejects_raise_the_same_text(dims: int, x: Tensor) -> None:
+    """Searching for the text then finds explanations of torch's error."""
+    with pytest.raises(ValueError) as expected:
+        getattr(nn, f"BatchNorm{dims}d")(3)(x)
+    with pytest.raises(ValueError, match=re.escape(str(expected.value).partition(", got")[0])):
+        getattr(syncbn, f"SyncBatchNorm{dims}d")(3)(x)
+
+
+@pytest.mark.parametrize("layer_class", [nn.BatchNorm2d, BatchNormAct2d, CallsSuper2d])
+@pytest.mark.parametrize("training", [True, False])
+def test_an_error_begins_with_the_name_of_the_layer_and_ends_with_the_remedy(
+    layer_class: type[nn.BatchNorm2d], training: bool
+) -> None:
+    """F.batch_norm, which a subclass may call, would say "running_mean should contain 5 elements not 3"."""
+    text = "expected 3 channels in dim 1 of the input, got 5 .*; correct num_features, channel_last or channel_dim$"
+    model = syncbn.convert_syncbn_model(nn.ModuleDict({"body": layer_class(3)})).train(training)
+    with pytest.raises(ValueError, match=f"^body: {text}"):
+        model["body"](torch.randn(2, 5, 4, 4))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo causes the warning.
+@pytest.mark.parametrize("case", ["fast path", "dispatched kernels", "compiled graph"])
+def test_one_value_per_channel_raises_at_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single rank knows the number of values from the shape, so the host need not wait for the total on a GPU."""
+    model: nn.Module = make_layer(momentum=torch.tensor(0.1) if case == "dispatched kernels" else 0.1)
+    if case == "compiled graph":
+        model(X)  # The first call of a process searches the stack for nn.DataParallel, of which Dynamo would warn.
+        torch._dynamo.reset()
+        model = torch.compile(model, backend="eager", dynamic=True)
+    else:
+        play(monkeypatch)  # CPU tensors count as tensors of a GPU.
+    model(torch.randn(2, 3, 1))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got "):
+        model(torch.randn(1, 3, 1))

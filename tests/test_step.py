@@ -1,23 +1,27 @@
 """Tests training calls whose layer, modes or memory change between calls, or between a forward and its backward.
 
 On the fast path kernels get addresses, which torch's dispatcher does not check, so syncbn must notice the changes.
-test_kernel_cache.py tests which kernels a call gets.
+test_kernel_cache.py tests which kernels a call gets. The last test is of the function batch_norm_backward.
 """
 
 import copy
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from equal_to_torch import Layer, clear_kernel_caches, compare_with_torch, layer_pair, strided_copy, unreadable_tensors
+from oracle import relative_error
 from tensor_subclasses import plain
 from torch import Tensor, nn
 from torch.utils._debug_mode import DebugMode
 from training import step
 
 import syncbn
+from syncbn.functional import batch_norm_backward
 from syncbn.kernels import available
 from syncbn.ranks.calls import OneRank
 
@@ -54,32 +58,29 @@ def train_steps(layer: Layer, x: Tensor, **tensors: Tensor) -> None:
         {"running_var": torch.tensor([3.0, 2.0, 1.0])},
         {"running_mean": None, "running_var": None},
         {"track_running_stats": False},
+        # The kernels that are cached while a parameter is frozen do not compute its gradient.
+        {"weight": nn.Parameter(torch.ones(3), requires_grad=False)},
+        {"bias": nn.Parameter(torch.ones(3), requires_grad=False)},
     ],
     ids=", ".join,
 )
-def test_an_attribute_that_is_set_between_calls_takes_effect(attributes: dict[str, object]) -> None:
-    """The options and the kernels that earlier calls have cached do not fit the next call."""
+def test_an_attribute_that_is_set_between_calls_takes_effect(
+    attributes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The options and the kernels that earlier calls have cached do not fit the next call. In a second round the
+    attribute is set back to its old value."""
     x, next_x = torch.randn(2, *SHAPE)
 
-    def run(layer: Layer) -> dict[str, Tensor | None]:
-        train_steps(layer, x)
-        for name, value in copy.deepcopy(attributes).items():
-            setattr(layer, name, value)
-        return step(layer, layer, next_x) | {"evaluation": layer.eval()(next_x)}
-
-    compare_with_torch(run)
-
-
-@pytest.mark.parametrize("name", ["weight", "bias"])
-def test_a_frozen_parameter_may_be_trained_again(name: str) -> None:
-    """The kernels that are cached while the parameter is frozen do not compute its gradient."""
-    x = torch.randn(SHAPE)
-
-    def run(layer: Layer) -> dict[str, Tensor | None]:
-        layer.get_parameter(name).requires_grad_(False)
-        train_steps(layer, x)
-        layer.get_parameter(name).requires_grad_(True)
-        return step(layer, layer, x)
+    def run(layer: Layer) -> list[object]:
+        results: list[object] = []
+        for values in (attributes, {name: getattr(layer, name) for name in attributes}):
+            clear_kernel_caches(monkeypatch)
+            train_steps(layer, x)
+            for name, value in copy.deepcopy(values).items():
+                setattr(layer, name, value)
+            results += [step(layer, layer, next_x), layer.eval()(next_x)]
+            layer.train()
+        return results
 
     compare_with_torch(run)
 
@@ -87,38 +88,32 @@ def test_a_frozen_parameter_may_be_trained_again(name: str) -> None:
 @needs_cpp
 @pytest.mark.filterwarnings("ignore")  # The profiler warns if torch supports CUDA but finds no GPU.
 def test_modes_and_profilers_see_the_operators_of_syncbn() -> None:
+    """A profile also has the ranges that docs/rules.md names."""
     layer, x = syncbn.SyncBatchNorm2d(3), torch.randn(SHAPE)
     with DebugMode() as mode:
         step(layer, layer, x)
+    assert "syncbn::backward_sums" in mode.debug_string()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(layer, layer, x)
-    assert "syncbn::backward_sums" in mode.debug_string()
-    assert "syncbn::backward_sums" in str(profile.key_averages())
+    names = " ".join(event.name for event in profile.events())
+    assert re.search(r"syncbn\.forward .*syncbn::forward_sums.*syncbn\.backward .*syncbn::backward_sums", names)
 
 
 # The backward of a forward on the fast path
 
-DY = unreadable_tensors(torch.randn(SHAPE))  # such as a dy that is not dense or has no memory
+DY = unreadable_tensors(torch.randn(SHAPE))  # One of them is not dense, and another has no memory.
+DY["is_grads_batched"] = torch.randn(2, *SHAPE)  # two gradients for one backward
 
 
-@pytest.mark.parametrize("dy", DY.values(), ids=DY)
-def test_dy_may_be_a_tensor_that_direct_kernels_cannot_read(dy: Tensor) -> None:
-    x = torch.randn(SHAPE)
+@pytest.mark.parametrize("name", DY)
+def test_dy_may_be_a_tensor_that_direct_kernels_cannot_read(name: str) -> None:
+    x, is_batched = torch.randn(SHAPE), name == "is_grads_batched"
 
     def run(layer: Layer) -> list[Tensor]:
         train_steps(layer, x)
         inputs = x.clone().requires_grad_(), layer.weight, layer.bias
-        return [*map(plain, torch.autograd.grad(layer(inputs[0]), inputs, dy))]
-
-    compare_with_torch(run)
-
-
-def test_is_grads_batched_works_on_one_rank() -> None:
-    x, *many_dy = torch.randn(3, *SHAPE)
-
-    def run(layer: Layer) -> tuple[Tensor, ...]:
-        inputs = x.clone().requires_grad_(), layer.weight, layer.bias
-        return torch.autograd.grad(layer(inputs[0]), inputs, torch.stack(many_dy), is_grads_batched=True)
+        gradients = torch.autograd.grad(layer(inputs[0]), inputs, DY[name], is_grads_batched=is_batched)
+        return [*map(plain, gradients)]
 
     compare_with_torch(run)
 
@@ -236,3 +231,39 @@ def test_two_threads_may_be_in_the_same_kernels(monkeypatch: pytest.MonkeyPatch)
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=[1]) as threads:
         actual = [*threads.map(step, copies, copies, batches)]
     torch.testing.assert_close(actual, expected)
+
+
+# batch_norm_backward. On ranks: distributed/test_derivatives.py.
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (6, 4, 3, 2), (6, 4, 3, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("training", "channel_dim", "has_weight"), [(True, 1, True), (True, -1, True), (True, 1, False), (False, 1, True)]
+)
+def test_batch_norm_backward_has_the_gradients_of_torch_in_float64(
+    training: bool, channel_dim: int, has_weight: bool, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Each gradient is optional. Without a weight the gradients of weight and bias are at least float32."""
+    eps = 0.5  # A large eps, because an eps that is missing or added twice must change the results.
+    dy, x = torch.randn(2, *shape).to(dtype)
+    weight = torch.randn(4).to(dtype).requires_grad_() if has_weight else None
+    mean, var = torch.randn(4).double(), torch.rand(4).double()
+    if training:
+        var, mean = torch.var_mean(x.double().movedim(1, 0).flatten(1), 1, correction=0)
+    per_channel = torch.ones(4) if weight is None else weight, torch.zeros(4)  # weight and bias
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, *per_channel)]
+    y = F.batch_norm(leaves[0], mean.clone(), var.clone(), *leaves[1:], training=training, eps=eps)
+    grad_input, grad_weight, grad_bias = torch.autograd.grad(y, leaves, dy.double())
+    expected = grad_input.movedim(1, channel_dim), grad_weight, grad_bias
+    parameter_dtype = dtype if has_weight else torch.promote_types(dtype, torch.float32)
+    dtypes = dtype, parameter_dtype, parameter_dtype
+    tensors = dy.movedim(1, channel_dim), x.movedim(1, channel_dim), mean, (var + eps).rsqrt(), weight
+    for output_mask in ((True, True, True), (True, False, False), (False, True, False)):
+        results = batch_norm_backward(*tensors, channel_dim=channel_dim, training=training, output_mask=output_mask)
+        assert [result is not None for result in results] == [*output_mask]
+        for actual, wanted, result_dtype in zip(results, expected, dtypes, strict=True):
+            if actual is not None:
+                assert (actual.shape, actual.dtype, actual.requires_grad) == (wanted.shape, result_dtype, False)
+                # Rounding to the dtype of the result costs eps / 2. Sums in another order differ by less than 1e-12.
+                assert relative_error(actual, wanted) <= max(torch.finfo(actual.dtype).eps, 1e-12)

@@ -181,7 +181,7 @@ def test_promise_7_checkpoints_load_both_ways(ranks: Ranks) -> None:
     torch.testing.assert_close(plain.state_dict(), layer.state_dict(), rtol=0, atol=0)
 
 
-# More: test_errors.py (all messages), test_arguments.py; test_status.py (GPUs).
+# More: test_arguments.py (all messages), test_layer.py; test_status.py (GPUs).
 @on_cpu
 def test_promise_8_a_bad_argument_is_raised_on_every_rank(ranks: Ranks) -> None:
     """A bad argument is a ValueError or TypeError with the values and the remedy, in eager mode on every rank. On GPUs

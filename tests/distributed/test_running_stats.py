@@ -47,9 +47,11 @@ def make_layer(ranks: Ranks, **options: object) -> syncbn.SyncBatchNorm2d:
 
 @pytest.mark.parametrize(("momentum", "is_checkpointed"), [(0.3, False), (None, True)])
 def test_micro_batches_count_as_one(ranks: Ranks, momentum: float | None, is_checkpointed: bool) -> None:
-    """The model may also have frozen layers and layers without running statistics."""
+    """The model may also have frozen layers, layers without running statistics, and layers of timm, which add 1 to
+    num_batches_tracked in each forward."""
     layer, frozen = make_layer(ranks, momentum=momentum), make_layer(ranks).eval()
-    model = nn.Sequential(layer, frozen, make_layer(ranks, track_running_stats=False))
+    layer_of_timm = syncbn.convert_syncbn_model(BatchNormAct2d(C)).to(ranks.device, torch.float64)
+    model = nn.Sequential(layer, frozen, make_layer(ranks, track_running_stats=False), layer_of_timm)
     alone = nn.BatchNorm1d(C, momentum=momentum, dtype=torch.float64, device=ranks.device)
     for indices in (range(3), range(3, 6)):
         mean_before = layer.running_mean.clone()
@@ -61,15 +63,7 @@ def test_micro_batches_count_as_one(ranks: Ranks, momentum: float | None, is_che
                 assert torch.equal(layer.running_mean, mean_before)
         alone(all_values(ranks, *indices))
         close(dict(layer.named_buffers()), dict(alone.named_buffers()))
-
-
-def test_micro_batches_count_as_one_if_the_forward_of_a_subclass_increments_the_counter(ranks: Ranks) -> None:
-    """timm's layers add 1 to num_batches_tracked in each forward."""
-    layer = syncbn.convert_syncbn_model(BatchNormAct2d(C)).to(ranks.device, torch.float64)
-    with syncbn.accumulate_running_stats(layer):
-        for index in range(3):
-            layer(rank_batch(ranks, index))
-    assert layer.num_batches_tracked == 1
+        assert layer_of_timm.num_batches_tracked == layer.num_batches_tracked
 
 
 def test_after_an_exception_in_a_block_the_statistics_are_those_from_before_the_block(ranks: Ranks) -> None:
@@ -133,22 +127,32 @@ def test_a_block_refuses_buffers_that_functional_call_passes(ranks: Ranks, name:
 # sync_batch_stats.
 
 
+@pytest.mark.parametrize(
+    ("is_masked", "is_compiled"), [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.compiles)]
+)
 @pytest.mark.parametrize("channel_dim", [1, -1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-def test_batch_statistics_are_those_of_the_values_of_all_ranks(
-    ranks: Ranks, dtype: torch.dtype, channel_dim: int
+def test_batch_statistics_and_gradients_are_those_of_the_values_of_all_ranks(
+    ranks: Ranks, dtype: torch.dtype, channel_dim: int, is_masked: bool, is_compiled: bool
 ) -> None:
     """The ranks have different numbers of samples. Mean and var are float32 for a float16 input, and the gradient has
     the dtype and the strides of the input."""
-    values = all_values(ranks, 0).to(dtype).double()
-    x = rank_batch(ranks, 0).to(dtype).movedim(1, channel_dim).requires_grad_()
-    mean, var, count = sync_batch_stats(x, channel_dim=channel_dim)
+    function = torch.compile(sync_batch_stats, backend="aot_eager", fullgraph=True) if is_compiled else sync_batch_stats
+    threshold = 0.0 if is_masked else -torch.inf  # The values in the first channel decide what the mask counts.
+    values, x = all_values(ranks, 0).to(dtype).double(), rank_batch(ranks, 0).to(dtype)
+    values, mask = values[values[:, 0] > threshold], x[:, 0] > threshold
+    leaf = x.movedim(1, channel_dim).requires_grad_()
+    mean, var, count = function(leaf, channel_dim=channel_dim, mask=mask if is_masked else None)
     (mean.sum() + var.sum()).backward()
     assert int(count) == len(values)
     assert mean.dtype == var.dtype == torch.promote_types(dtype, torch.float32)
-    expected = values.mean(0).to(mean), values.var(0, correction=0).to(var)
+    expected_mean = values.mean(0)
+    expected = expected_mean.to(mean), values.var(0, correction=0).to(var)
     torch.testing.assert_close((mean, var), expected, rtol=1e-6, atol=1e-6)  # Float32 rounds by 6e-8.
-    assert (x.grad.dtype, x.grad.stride()) == (dtype, x.stride())
+    # All ranks have the same loss, and this is the gradient of the sum of their losses.
+    gradient = ranks.size * mask[:, None] * (1 + 2 * (x.detach() - expected_mean[:, None, None])) / len(values)
+    torch.testing.assert_close(leaf.grad, gradient.to(dtype).movedim(1, channel_dim))
+    assert leaf.grad.stride() == leaf.stride()
 
 
 @pytest.mark.parametrize("num_values", [0, 1])
@@ -162,15 +166,3 @@ def test_batch_statistics_of_one_value_or_none_are_defined(ranks: Ranks, num_val
     assert mean.eq(2.0 * num_values).all()
     assert not var.any()
     assert int(count) == num_values
-
-
-@pytest.mark.compiles
-def test_compiled_batch_statistics_and_gradients_equal_eager_ones(ranks: Ranks) -> None:
-    x = torch.randn(4, C, 5, generator=torch.Generator().manual_seed(ranks.rank)).to(ranks.device)
-    results = []
-    for function in (sync_batch_stats, torch.compile(sync_batch_stats, backend="aot_eager", fullgraph=True)):
-        leaf = x.clone().requires_grad_()
-        mean, var, count = function(leaf, mask=x[:, 0] > 0)
-        (mean.exp().sum() + var.square().sum()).backward()
-        results.append((mean, var, count, leaf.grad))
-    torch.testing.assert_close(*results)
