@@ -16,6 +16,9 @@ import torch.distributed as dist
 from syncbn import testing
 from syncbn.kernels import cpu, reference, select
 
+# Without torchrun no tests on ranks are collected. They also need `-p voting`.
+collect_ignore_glob = [] if "RANK" in os.environ else ["distributed/*"]
+
 # With use_deterministic_algorithms, matrix products on a GPU need this variable, which cuBLAS reads when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -19,7 +19,6 @@ from torch.autograd import forward_ad
 from syncbn import kernel_cache
 from syncbn import torch_internals as internals
 
-Function = Callable[[Tensor], Tensor]
 PREDICATES = (
     "is_eager",
     "profiler_enabled",
@@ -31,33 +30,31 @@ PREDICATES = (
 )
 
 
-def active(call: Callable[[Function], object]) -> set[str]:
-    """Pass a function to `call`. Return the predicates that are true when the function is called for the last time."""
-    answers: list[set[str]] = []
-
-    def function(x: Tensor) -> Tensor:
-        answers.append({name for name in PREDICATES if getattr(internals, name)()})
-        return x.sin().sum()
-
-    call(function)
-    return answers[-1]
+def active() -> set[str]:
+    return {name for name in PREDICATES if getattr(internals, name)()}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit")  # TorchScript warns.
 def test_each_mode_of_torch_is_detected_until_it_ends() -> None:
-    x = torch.ones(2)
+    x, seen = torch.ones(2), list[set[str]]()
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(active())
+        return x.sin().sum()
+
     with torch.profiler.profile(acc_events=True):
-        assert active(lambda f: f(x)) == {"profiler_enabled"}
+        assert active() == {"profiler_enabled"}
         # A profiler records kernels of GPUs even if they are not launched through torch's dispatcher.
         assert internals.is_eager(SimpleNamespace(is_cuda=True))
     with forward_ad.dual_level():
-        assert active(lambda f: f(x)) == {"inside_vmap_or_forward_mode"}
-    assert active(lambda f: torch.func.grad(f)(x)) == {"inside_functorch"}
-    assert active(lambda f: torch.func.jvp(f, (x,), (x,))) == {"inside_functorch", "inside_vmap_or_forward_mode"}
-    vmap_of_grad = active(lambda f: torch.vmap(torch.func.grad(f))(x[None]))
-    assert vmap_of_grad == {"inside_functorch", "inside_vmap_or_forward_mode"}
-    assert active(lambda f: torch.jit.trace(f, x, check_trace=False)) == {"is_jit_tracing"}
-    assert active(lambda f: f(x)) == {"is_eager"}
+        assert active() == {"inside_vmap_or_forward_mode"}
+    torch.func.grad(function)(x)
+    torch.func.jvp(function, (x,), (x,))
+    torch.vmap(torch.func.grad(function))(x[None])
+    torch.jit.trace(function, x, check_trace=False)
+    vmap_or_forward_mode = {"inside_functorch", "inside_vmap_or_forward_mode"}
+    assert seen == [{"inside_functorch"}, vmap_or_forward_mode, vmap_or_forward_mode, {"is_jit_tracing"}]
+    assert active() == {"is_eager"}
 
 
 def test_data_parallel_makes_replicas_by_the_method_that_syncbn_overrides() -> None:
