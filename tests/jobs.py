@@ -57,7 +57,7 @@ def run(*command: object, folder: Path | None = None, **environment: str) -> str
     return result.stdout
 
 
-class Script:
+class Script(contextlib.AbstractContextManager["Script"]):
     """A Python script that runs with its arguments, in a session of its own. The end of the context ends the script and
     the processes in its session, by SIGTERM, on which torchrun also ends its ranks. After 40 s it uses SIGKILL."""
 
@@ -83,9 +83,6 @@ class Script:
     def output(self) -> str:
         """Return the standard output and standard error so far."""
         return self._output.read_text()
-
-    def __enter__(self) -> "Script":
-        return self
 
     def __exit__(self, *_: object) -> None:
         for signal_number in (signal.SIGTERM, signal.SIGKILL):

@@ -5,6 +5,7 @@ If a name's new meaning would change results or errors of a layer, the tests of 
 
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import GROUP_TIMEOUT
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -100,11 +100,12 @@ def test_without_working_guards_no_kernel_is_cached(tensor_guards: Any, monkeypa
 def test_device_and_timeout_of_a_group(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a group with gloo on the CPU uses all_to_all_single."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
+    timeout = timedelta(seconds=77)  # not a default of torch
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     world, is_gpu = dist.group.WORLD, backend == "cuda:gloo"
-    for group in (world, dist.new_group([0], timeout=GROUP_TIMEOUT)):
+    for group in (world, dist.new_group([0], timeout=timeout)):
         assert str(internals.group_device(group)) == ("cuda:2" if is_gpu else "cpu")
-        assert internals.group_timeout(group) == GROUP_TIMEOUT
+        assert internals.group_timeout(group) == timeout
         assert internals.all_to_all_size(group) == (0 if is_gpu else 1)
     if is_gpu:
         world.bound_device_id = torch.device("cuda", 1)

@@ -114,9 +114,8 @@ def release_locals(error: BaseException | None) -> None:
     """Release the local variables in the tracebacks of `error` and of the errors before it. Autograd graphs and errors
     keep references to their group, and gloo wakes waiting ranks only when the last reference is released."""
     while error is not None:
+        traceback.clear_frames(error.__traceback__)
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            with contextlib.suppress(RuntimeError):  # The frame is still running.
-                frame.clear()
             frame.f_locals  # noqa: B018  # Before Python 3.13 a frame has a copy of its locals, which this updates.
         error = error.__context__
     gc.collect()
@@ -208,18 +207,16 @@ def reset_dynamo(request: pytest.FixtureRequest) -> None:
         gc.collect()
 
 
-# Waiting times are constants of the module `report`, except these.
-DEFINED_IN: dict[str, object] = {"POLL_SECONDS": watchdog, "next_warning_seconds": Collective}
-
-
 @pytest.fixture(autouse=True)
 def set_seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that sets waiting times by their names. By default an error waits 10 s for the positions of the
     other ranks, enough for a busy machine."""
+    # All others are constants of `report`.
+    defined_in: dict[str, object] = {"POLL_SECONDS": watchdog, "next_warning_seconds": Collective}
 
     def set_by_name(**seconds: float) -> None:
         for name, value in seconds.items():
-            monkeypatch.setattr(DEFINED_IN.get(name, report), name, value)
+            monkeypatch.setattr(defined_in.get(name, report), name, value)
 
     set_by_name(SETTLE_SECONDS=10.0)
     return set_by_name
