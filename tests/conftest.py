@@ -15,7 +15,7 @@ import torch.distributed as dist
 from syncbn import testing
 from syncbn.kernels import cpu, reference, select
 
-# Without torchrun no tests on ranks are collected. They also need `-p voting`.
+# Tests on ranks are collected only under torchrun. They need the plugin `voting`, too.
 collect_ignore_glob = [] if "RANK" in os.environ else ["distributed/*"]
 
 # With use_deterministic_algorithms, matrix products on a GPU need this variable, which cuBLAS reads when it starts.

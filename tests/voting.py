@@ -211,7 +211,7 @@ def reset_dynamo(request: pytest.FixtureRequest) -> None:
 def set_seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that sets waiting times by their names. By default an error waits 10 s for the positions of the
     other ranks, enough for a busy machine."""
-    # All others are constants of `report`.
+    # The other waiting times are constants of the module `report`.
     defined_in: dict[str, object] = {"POLL_SECONDS": watchdog, "next_warning_seconds": Collective}
 
     def set_by_name(**seconds: float) -> None:
