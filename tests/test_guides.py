@@ -98,18 +98,14 @@ def test_every_code_block_is_run_by_a_test(page: Path) -> None:
         assert is_run.search(code), code
 
 
-# Beginnings of messages that do not stand in one string with the text that follows.
-FIRST_WORDS = re.compile(r"^(syncbn: |running statistics are |in )")
-
-
 def test_the_package_prints_each_message_that_the_guide_explains() -> None:
     guide = (ROOT / "docs/when_ranks_disagree.md").read_text()
     section = guide[guide.index("### Messages of syncbn") : guide.index("## What syncbn reports")]
+    messages = re.findall(r"`(.*?)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)))
+    assert len(messages) > 20
     source = "\n".join(file.read_text() for file in (ROOT / "syncbn").rglob("*.py"))
     source = re.sub(r'"\s+f?"', "", source)  # Python joins adjacent strings.
-    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
-    messages = re.findall(r"`(.*?)`", "\n".join(cells))
-    assert len(messages) > 20
     for message in messages:
-        for text in FIRST_WORDS.sub("", message).split("..."):  # Three dots stand for a value.
+        # Three dots stand for a value. The code does not have the other words in one string with the text after them.
+        for text in re.split(r"\.\.\.|^syncbn: |^running statistics are |^in ", message):
             assert text.strip(" ().") in source, message
