@@ -27,7 +27,7 @@ FAILED_LINES = 200  # lines of a failed part's log that are printed
 # Part -> names of its files, tests/test_NAME.py. Of these parts the longest comes first.
 STARTS_PROGRAMS = {
     "crashes": ("crashes", "faults", "two_hosts"),
-    "programs": ("lightning", "package", "readme", "testing"),
+    "programs": ("lightning", "package", "testing"),
     "examples": ("examples",),
 }
 COMPILES = "gpu_static", "inductor"  # --quick leaves these files out.

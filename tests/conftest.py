@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
 from types import ModuleType
 
 import pytest
@@ -15,6 +14,9 @@ import torch.distributed as dist
 
 from syncbn import testing
 from syncbn.kernels import cpu, reference, select
+
+# Tests on ranks are collected only under torchrun. They need the plugin `voting`, too.
+collect_ignore_glob = [] if "RANK" in os.environ else ["distributed/*"]
 
 # With use_deterministic_algorithms, matrix products on a GPU need this variable, which cuBLAS reads when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -93,18 +95,6 @@ def ranks_start_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let syncbn.testing fork its ranks from a process that has imported their modules."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "syncbn.testing"])
     monkeypatch.setattr(testing, "START_METHOD", "forkserver")
-
-
-GROUP_TIMEOUT = timedelta(seconds=77)  # A test reads the timeout of a group, so it differs from torch's defaults.
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[dist.ProcessGroup]:
-    """Create a default group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import json
+import math
 import os
 import runpy
 import signal
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -55,45 +57,39 @@ def run(*command: object, folder: Path | None = None, **environment: str) -> str
     return result.stdout
 
 
-class Script:
+class Script(contextlib.AbstractContextManager["Script"]):
     """A Python script that runs with its arguments, in a session of its own. The end of the context ends the script and
     the processes in its session, by SIGTERM, on which torchrun also ends its ranks. After 40 s it uses SIGKILL."""
 
     def __init__(self, *command: object, **environment: str) -> None:
-        self._temporary = tempfile.TemporaryDirectory()
-        self.folder = Path(self._temporary.name)
-        variables = ENVIRONMENT | environment
-        request = {"command": [*map(str, command)], "environment": variables, "folder": str(self.folder)}
-        print(json.dumps(request), file=_server().stdin, flush=True)
-        self.pid = int(_server().stdout.readline())
+        self._folder = tempfile.TemporaryDirectory()
+        self._output = Path(self._folder.name) / "output"
+        self._status: int | None = None
+        self.pid: int = _ask_server([*map(str, command)], ENVIRONMENT | environment, str(self._output))
 
     def poll(self) -> int | None:
         """Return the exit status, negative after a signal, or None while the script runs."""
-        status = self.folder / "status"
-        return int(status.read_text()) if status.exists() else None
+        if self._status is None:
+            self._status = _ask_server(self.pid)
+        return self._status
 
-    def wait(self) -> int | None:
-        """Wait for the end of the script, and return the exit status."""
-        while self.poll() is None:
+    def wait(self, seconds: float = math.inf) -> int | None:
+        """Wait for the end of the script, but not longer than `seconds`. Return the result of `poll`."""
+        deadline = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return self.poll()
 
     def output(self) -> str:
         """Return the standard output and standard error so far."""
-        return (self.folder / "output").read_text()
-
-    def __enter__(self) -> "Script":
-        return self
+        return self._output.read_text()
 
     def __exit__(self, *_: object) -> None:
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             if self.poll() is None:
-                with contextlib.suppress(ProcessLookupError):  # The script has ended since the poll.
-                    os.killpg(self.pid, signal_number)
-            deadline = time.monotonic() + 40
-            while self.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.02)
-        self._temporary.cleanup()
+                os.killpg(self.pid, signal_number)
+                self.wait(40)
+        self._folder.cleanup()
 
 
 def run_script(*command: object, status: int = 0, **environment: str) -> str:
@@ -161,34 +157,25 @@ def _server() -> subprocess.Popen[str]:
     )
 
 
-def _serve() -> list[str]:
-    """Fork a child for each request. The child forks the script, waits for the script and writes its exit status.
+def _ask_server(*request: object) -> Any:
+    """Let the server start a script, with the arguments of `_run_script`, and return its process id. Or pass such a
+    process id, and return the exit status of the script, or None while the script runs."""
+    print(json.dumps(request), file=_server().stdin, flush=True)
+    return json.loads(_server().stdout.readline())
 
-    In a script, return the command of the script. In the server, return an empty list when the requests end.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel reaps the children of the server.
-    for line in sys.stdin:
-        request = json.loads(line)
-        folder = Path(request["folder"])
-        if os.fork():
-            continue
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        script_pid = os.fork()
-        if script_pid:
-            status = os.waitstatus_to_exitcode(os.waitpid(script_pid, 0)[1])
-            (folder / "new status").write_text(str(status))
-            (folder / "new status").rename(folder / "status")  # `poll` could find an empty file if this wrote "status".
-            os._exit(0)
-        os.setsid()
-        output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        print(os.getpid(), flush=True)  # From here on the script can be killed, and its output be read.
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.environ.clear()
-        os.environ.update(request["environment"])
-        return list(request["command"])
-    return []
+
+def _run_script(command: list[str], environment: dict[str, str], output: str) -> NoReturn:
+    os.setsid()
+    output_file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    print(os.getpid(), flush=True)  # From here on the script can be killed, and its output be read.
+    for file, number in ((os.open(os.devnull, os.O_RDONLY), 0), (output_file, 1), (output_file, 2)):
+        os.dup2(file, number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = command
+    sys.path[0] = str(Path(command[0]).parent)
+    runpy.run_path(command[0], run_name="__main__")
+    sys.exit()
 
 
 if __name__ == "__main__":
@@ -197,7 +184,10 @@ if __name__ == "__main__":
             importlib.import_module(name)
     gc.freeze()  # Otherwise garbage collection at the end of each script would copy the memory of all objects.
     importlib.import_module(PRELOADED_AFTER_FREEZE)
-    sys.argv = _serve()
-    if sys.argv:
-        sys.path[0] = str(Path(sys.argv[0]).parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    for line in sys.stdin:
+        request = json.loads(line)
+        if len(request) == 1:
+            pid, status = os.waitpid(request[0], os.WNOHANG)
+            print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
+        elif os.fork() == 0:
+            _run_script(*request)

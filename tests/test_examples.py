@@ -1,11 +1,15 @@
-"""Tests that the examples run with tiny settings, and that they train on two ranks as one process does."""
+"""Tests that examples run and train as one process does, and that the programs of README.md and the guides run."""
 
+import functools
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from guides import ROOT, code_block, python_blocks, run_block
 from jobs import EXAMPLES, run_on_ranks, run_script
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -20,30 +24,25 @@ def train_on_two_ranks(output: Path, name: str, *settings: object) -> dict[str, 
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("job", ["digits --epochs 1 --steps 30", "segmentation --steps 5 --width 4 --test-scenes 4"])
-def test_models_train_as_one_process_with_syncbn_and_not_with_local_batch_norm(job: str, tmp_path: Path) -> None:
-    metrics = train_on_two_ranks(tmp_path, *job.split())
-    assert metrics["ranks"] == 2
-    assert metrics["runs"]["syncbn"]["distance"] < ROUNDING
-    assert metrics["runs"]["local"]["distance"] > 1e-3
+SCENES = "--steps 5 --width 4 --test-scenes 4"
+# Commands, each with the keys of a distance from one process in the metrics
+JOBS = [
+    ("digits --epochs 1 --steps 30", "runs", "syncbn", "distance"),
+    (f"segmentation {SCENES}", "runs", "syncbn", "distance"),
+    (f"evidence/segmentation_seeds --seeds 1 {SCENES}", "ways", "syncbn", 0, "largest distance"),
+    ("wgan_gp --steps 10", "distance of the critic's gradients from one process"),
+    ("fsdp_digits --epochs 1 --steps 30", "largest distance from one process"),
+    ("finetune --pretrain-steps 20 --steps 10", "largest distance of syncbn from one process"),
+]
 
 
-@pytest.mark.parametrize(
-    ("job", "distance"),
-    [
-        ("wgan_gp --steps 10", "distance of the critic's gradients from one process"),
-        ("fsdp_digits --epochs 1 --steps 30", "largest distance from one process"),
-        ("finetune --pretrain-steps 20 --steps 10", "largest distance of syncbn from one process"),
-    ],
-)
-def test_other_jobs_train_as_one_process(job: str, distance: str, tmp_path: Path) -> None:
-    assert train_on_two_ranks(tmp_path, *job.split())[distance] < ROUNDING
-
-
-def test_the_loss_curves_of_segmentation_seeds_are_those_of_one_process(tmp_path: Path) -> None:
-    settings = "--seeds", 1, "--steps", 5, "--width", 4, "--test-scenes", 4
-    metrics = train_on_two_ranks(tmp_path, "evidence/segmentation_seeds", *settings)
-    assert metrics["ways"]["syncbn"][0]["largest distance"] < ROUNDING
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job[0].split()[0])
+def test_models_train_as_one_process_with_syncbn_and_not_with_local_batch_norm(job: Any, tmp_path: Path) -> None:
+    command, *keys = job
+    metrics = train_on_two_ranks(tmp_path, *command.split())
+    assert functools.reduce(operator.getitem, keys, metrics) < ROUNDING
+    if "runs" in metrics:
+        assert metrics["runs"]["local"]["distance"] > 1e-3
 
 
 @pytest.mark.parametrize("settings", ["images --images 4", "shards"])
@@ -82,3 +81,37 @@ def test_imagenet_learns_ten_classes_and_counts_each_validation_image_once(tmp_p
     num_correct = metrics["epochs"][11]["top-1"] * 49
     assert num_correct > 20, "chance is 5"
     assert num_correct == pytest.approx(round(num_correct)), "the accuracy is not a fraction of 49 images"
+
+
+# A block that creates a process group is a whole program.
+PROGRAMS = {
+    f"{page.name}-{index}": code
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    for index, code in enumerate(python_blocks(page))
+    if "init_process_group(" in code
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_run_on_two_ranks(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAMS[name])
+    run_on_ranks(2, script)
+
+
+def test_the_training_script_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
+    """Two runs of examples/train.py for one epoch print and save the same as a run for two epochs."""
+    script, once, twice = EXAMPLES / "train.py", tmp_path / "once.pt", tmp_path / "twice.pt"
+    assert code_block("training_script.md", "def parallel") in script.read_text()
+    command = script, "--images-per-rank", 25, "--epochs"
+    both_epochs = run_on_ranks(2, *command, 2, "--checkpoint", once)
+    run_on_ranks(2, *command, 1, "--checkpoint", twice)
+    second_epoch = run_on_ranks(2, *command, 2, "--checkpoint", twice)
+    assert "test: " in second_epoch
+    assert both_epochs.endswith(f"\n{second_epoch}")
+    expected, actual = (torch.load(file, weights_only=True)["model"] for file in (once, twice))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_the_block_that_joins_spawned_processes_runs() -> None:
+    run_block("works_with.md", "context = torch.multiprocessing.spawn", train=abs)  # Each process calls train(rank).

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from guides import BLOCK, ROOT, code_block, python_blocks
+from guides import BLOCK, ROOT, python_blocks
 
 import syncbn
 
@@ -43,20 +43,10 @@ def test_the_api_page_has_each_public_name() -> None:
             if function.__module__ == module.__name__ and not name.startswith("_"):
                 public.add(f"{module.__name__}.{name}".removeprefix("syncbn."))
     internal = {"testing.differences", "testing.local_layers"}  # functions that only syncbn calls
-    assert public - internal <= {*API_NAME.findall(API_PAGE)}
-
-
-def test_sphinx_adds_the_whole_docstring_of_each_name() -> None:
-    directives = API_PAGE.split("```{eval-rst}\n")[1]
-    names = {name.split(".")[-1] for name in API_NAME.findall(API_PAGE)}
-    assert names - {"forward"} <= {*re.findall(r"\w+", directives)}  # The docstring of a layer includes its forward.
-
-
-def test_contributing_names_every_file_of_the_package() -> None:
-    page, package = (ROOT / ".github/CONTRIBUTING.md").read_text(), ROOT / "syncbn"
-    files = [file for file in package.rglob("*.*") if file.suffix in (".py", ".cpp", ".h") and file.stem != "__init__"]
-    names = [file.relative_to(package).as_posix() for file in files]
-    assert [name for name in names if f"`{name}`" not in page] == []
+    listed = {*API_NAME.findall(API_PAGE)}
+    assert public - internal <= listed
+    directives = {*re.findall(r"\w+", API_PAGE.split("```{eval-rst}\n")[1])}  # Sphinx adds these names' docstrings.
+    assert {name.split(".")[-1] for name in listed} - directives == {"forward"}  # which the docstring of a layer has
 
 
 def anchors(page: Path) -> set[str]:
@@ -84,16 +74,8 @@ def test_links_and_names_exist(page: Path) -> None:
         pkgutil.resolve_name(name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_cells_of_tables_are_short(page: Path) -> None:
-    """A longer cell is text: it belongs above or below its table. The targets of links do not count."""
-    rows = re.findall(r"^\|(.*)\|$", re.sub(r"\]\([^)]*\)", "]", page.read_text()), re.MULTILINE)
-    assert [cell for row in rows for cell in row.split("|") if len(cell.strip()) > 200] == []
-
-
 # Blocks that no test can run: the beginning of a line, and what runs the block or its parts.
 RUN_ELSEWHERE = {
-    "def parallel(model)": "examples/train.py has the function, and tests/test_readme.py runs the example",
     "mesh = init_device_mesh": "eight GPUs; tests/distributed/test_pipeline_schedules.py has its pieces",
     "graph = torch.cuda.CUDAGraph()": "a GPU; tests/test_gpu.py captures a step",
     "class Trainer(DetectionTrainer)": "nothing: ultralytics starts ranks on GPUs only",
@@ -104,8 +86,8 @@ RUN_ELSEWHERE = {
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_code_block_is_run_by_a_test(page: Path) -> None:
-    """A test calls `run_block` or `code_block` with the page and the beginning of a line. test_readme.py runs whole
-    programs, which create a process group."""
+    """A test calls `run_block` or `code_block` with the page and the beginning of a line. test_examples.py runs
+    whole programs, which create a process group."""
     tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("*.py"))
     # The beginnings of lines in calls such as run_block("deploy.md", "class Tracer").
     beginnings = [*re.findall(rf'_block\(\s*"{page.name}", "(.*?)"', tests), *RUN_ELSEWHERE]
@@ -115,22 +97,14 @@ def test_every_code_block_is_run_by_a_test(page: Path) -> None:
         assert is_run.search(code), code
 
 
-def test_the_function_of_the_training_script_is_that_of_its_page() -> None:
-    assert code_block("training_script.md", "def parallel") in (ROOT / "examples/train.py").read_text()
-
-
-# Beginnings of messages that do not stand in one string with the text that follows.
-FIRST_WORDS = re.compile(r"^(syncbn: |running statistics are |in )")
-
-
 def test_the_package_prints_each_message_that_the_guide_explains() -> None:
     guide = (ROOT / "docs/when_ranks_disagree.md").read_text()
     section = guide[guide.index("### Messages of syncbn") : guide.index("## What syncbn reports")]
+    messages = re.findall(r"`(.*?)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)))
+    assert len(messages) > 20
     source = "\n".join(file.read_text() for file in (ROOT / "syncbn").rglob("*.py"))
     source = re.sub(r'"\s+f?"', "", source)  # Python joins adjacent strings.
-    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
-    messages = re.findall(r"`(.*?)`", "\n".join(cells))
-    assert len(messages) > 20
     for message in messages:
-        for text in FIRST_WORDS.sub("", message).split("..."):  # Three dots stand for a value.
+        # Three dots stand for a value. The code does not have the other words in one string with the text after them.
+        for text in re.split(r"\.\.\.|^syncbn: |^running statistics are |^in ", message):
             assert text.strip(" ().") in source, message

@@ -1,13 +1,21 @@
-"""Tests that importing syncbn has no side effects, and that the examples in docstrings run."""
+"""Tests what importing syncbn does, which modules import which others, the installation, and docstrings' examples."""
 
+import ast
 import doctest
+import graphlib
 import importlib
 import json
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from guides import ROOT
 from jobs import run
+
+import syncbn
+from syncbn.kernels import cpu
 
 IMPORT = """
 import json, os, sys, tempfile, threading
@@ -53,6 +61,62 @@ assert group() is None
 def test_an_import_after_init_process_group_does_not_keep_the_group() -> None:
     """A group that stays alive keeps gloo's threads running, which may abort the process at its end."""
     run(sys.executable, "-c", LATE_IMPORT)
+
+
+LOWEST = "syncbn.torch_internals", "syncbn.texts", "syncbn.payload"
+# Prefix of a module's name -> prefixes of what the module may import from syncbn and torch.distributed. The longest
+# prefix of a name counts.
+ALLOWED = {
+    "syncbn": ("syncbn",),
+    "syncbn.__main__": ("syncbn", "torch.distributed"),
+    "syncbn.testing": ("syncbn", "torch.distributed"),
+    "syncbn.ranks": ("syncbn.ranks", "syncbn.kernels", *LOWEST, "torch.distributed"),
+    "syncbn.kernels": ("syncbn.kernels", "syncbn.statistics", *LOWEST),
+    "syncbn.torch_internals": (*LOWEST, "torch.distributed"),
+    "syncbn.payload": (),
+}
+# Methods of layer.py import these modules when they are called. Like torch's layer, the layer has a classmethod that
+# converts models. If a program has replaced the forward of torch's class, the layer calls it like that of a subclass.
+IMPORTED_IN_METHODS = {("syncbn.layer", "syncbn.convert"), ("syncbn.layer", "syncbn.subclasses")}
+
+# module -> dotted names of the modules and objects that it imports, also for type annotations
+IMPORTS: dict[str, list[str]] = {}
+for file in (ROOT / "syncbn").rglob("*.py"):
+    imported = IMPORTS[".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            imported += [prefix + alias.name for alias in node.names]
+
+
+def test_modules_import_only_lower_modules_and_few_import_torch_distributed() -> None:
+    for importer, names in IMPORTS.items():
+        allowed = ALLOWED[max(filter(importer.startswith, ALLOWED), key=len)]
+        restricted = [name for name in names if name.startswith(("syncbn", "torch.distributed"))]
+        assert [name for name in restricted if not name.startswith(allowed)] == [], importer
+
+
+def test_there_are_no_import_cycles() -> None:
+    graph = graphlib.TopologicalSorter[str]()
+    for importer, names in IMPORTS.items():
+        for name in names:
+            module = name if name in IMPORTS else name.rpartition(".")[0]  # The name is a module, or is in a module.
+            if (importer, module) not in IMPORTED_IN_METHODS:
+                graph.add(importer, module)
+    graph.prepare()  # The CycleError names the modules.
+
+
+def test_an_installed_package_and_a_clone_find_their_kernels(tmp_path: Path) -> None:
+    """To save time, the C++ compiler is a Python program that copies the library of this clone to its argument -o."""
+    ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
+    clone, installed = shutil.copytree(ROOT, tmp_path / "clone", ignore=ignored), tmp_path / "installed"
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", installed]
+    compiler = f"import shutil, sys; shutil.copy({str(cpu.FILE)!r}, sys.argv[sys.argv.index('-o') + 1])"
+    run(sys.executable, "-m", "pip", "install", *options, clone, CXX=shlex.join([sys.executable, "-c", compiler]))
+    for folder, package in ((tmp_path, installed), (clone, clone)):
+        printed = run(sys.executable, "-m", "syncbn", "info", folder=folder, PYTHONPATH=str(installed))
+        assert f"{syncbn.__version__}, {package / 'syncbn'}" in printed
+        assert ("cpu: C++" in printed) == cpu.FILE.exists(), printed
 
 
 @pytest.mark.parametrize("name", ["functional", "convert"])

@@ -5,6 +5,7 @@ If a name's new meaning would change results or errors of a layer, the tests of 
 
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import GROUP_TIMEOUT
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from syncbn import kernel_cache
 from syncbn import torch_internals as internals
 
-Function = Callable[[Tensor], Tensor]
 PREDICATES = (
     "is_eager",
     "profiler_enabled",
@@ -31,33 +30,31 @@ PREDICATES = (
 )
 
 
-def active(call: Callable[[Function], object]) -> set[str]:
-    """Pass a function to `call`. Return the predicates that are true when the function is called for the last time."""
-    answers: list[set[str]] = []
-
-    def function(x: Tensor) -> Tensor:
-        answers.append({name for name in PREDICATES if getattr(internals, name)()})
-        return x.sin().sum()
-
-    call(function)
-    return answers[-1]
+def active() -> set[str]:
+    return {name for name in PREDICATES if getattr(internals, name)()}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit")  # TorchScript warns.
 def test_each_mode_of_torch_is_detected_until_it_ends() -> None:
-    x = torch.ones(2)
+    x, seen = torch.ones(2), list[set[str]]()
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(active())
+        return x.sin().sum()
+
     with torch.profiler.profile(acc_events=True):
-        assert active(lambda f: f(x)) == {"profiler_enabled"}
+        assert active() == {"profiler_enabled"}
         # A profiler records kernels of GPUs even if they are not launched through torch's dispatcher.
         assert internals.is_eager(SimpleNamespace(is_cuda=True))
     with forward_ad.dual_level():
-        assert active(lambda f: f(x)) == {"inside_vmap_or_forward_mode"}
-    assert active(lambda f: torch.func.grad(f)(x)) == {"inside_functorch"}
-    assert active(lambda f: torch.func.jvp(f, (x,), (x,))) == {"inside_functorch", "inside_vmap_or_forward_mode"}
-    vmap_of_grad = active(lambda f: torch.vmap(torch.func.grad(f))(x[None]))
-    assert vmap_of_grad == {"inside_functorch", "inside_vmap_or_forward_mode"}
-    assert active(lambda f: torch.jit.trace(f, x, check_trace=False)) == {"is_jit_tracing"}
-    assert active(lambda f: f(x)) == {"is_eager"}
+        assert active() == {"inside_vmap_or_forward_mode"}
+    torch.func.grad(function)(x)
+    torch.func.jvp(function, (x,), (x,))
+    torch.vmap(torch.func.grad(function))(x[None])
+    torch.jit.trace(function, x, check_trace=False)
+    vmap_or_forward_mode = {"inside_functorch", "inside_vmap_or_forward_mode"}
+    assert seen == [{"inside_functorch"}, vmap_or_forward_mode, vmap_or_forward_mode, {"is_jit_tracing"}]
+    assert active() == {"is_eager"}
 
 
 def test_data_parallel_makes_replicas_by_the_method_that_syncbn_overrides() -> None:
@@ -103,11 +100,12 @@ def test_without_working_guards_no_kernel_is_cached(tensor_guards: Any, monkeypa
 def test_device_and_timeout_of_a_group(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a group with gloo on the CPU uses all_to_all_single."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
+    timeout = timedelta(seconds=77)  # not a default of torch
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     world, is_gpu = dist.group.WORLD, backend == "cuda:gloo"
-    for group in (world, dist.new_group([0], timeout=GROUP_TIMEOUT)):
+    for group in (world, dist.new_group([0], timeout=timeout)):
         assert str(internals.group_device(group)) == ("cuda:2" if is_gpu else "cpu")
-        assert internals.group_timeout(group) == GROUP_TIMEOUT
+        assert internals.group_timeout(group) == timeout
         assert internals.all_to_all_size(group) == (0 if is_gpu else 1)
     if is_gpu:
         world.bound_device_id = torch.device("cuda", 1)

@@ -1,22 +1,24 @@
-"""A pytest plugin for tests on several ranks: a test that fails on one rank fails on all, and affects no other test.
+"""The pytest plugin for tests on several ranks: votes, and after them the fixtures of tests/distributed.
 
     torchrun --standalone --nproc-per-node 2 -m pytest -p voting ...
 
-Without the plugin, a rank that fails before a collective would leave the other ranks waiting. Their collective would
-pair with a collective of the failed rank's NEXT test, and the wrong test would fail. So set-up, call and teardown of
-each test end with a vote over the store of torchrun. A rank that has failed first destroys its process group, which
-raises an error on ranks that wait in a collective. Then all ranks exchange their outcomes. If a rank has failed, all
-ranks raise the same AssertionError and create a new process group.
+A test that fails on one rank fails on all, and affects no other test. Without the plugin, a rank that fails before a
+collective would leave the other ranks waiting. Their collective would pair with a collective of the failed rank's NEXT
+test, and the wrong test would fail. So set-up, call and teardown of each test end with a vote over the store of
+torchrun. A rank that has failed first destroys its process group, which raises an error on ranks that wait in a
+collective. Then all ranks exchange their outcomes. If a rank has failed, all ranks raise the same AssertionError and
+create a new process group.
 """
 
 import contextlib
+import functools
 import gc
 import logging
 import os
 import re
 import tempfile
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -24,8 +26,10 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # Default arguments there keep a group that exists at the import.
 from jobs import wait_until
+
+from syncbn.ranks import calls, report, watchdog
+from syncbn.ranks.collective import Collective
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # A rank may be minutes late on a busy machine.
 VOTE_TIMEOUT = timedelta(minutes=10)  # A rank that waits in a collective votes after COLLECTIVE_TIMEOUT.
@@ -103,37 +107,15 @@ class World:
         return [self.store.get(key).decode() for key in keys]
 
 
-class Reports(logging.Handler):
-    """The log messages of syncbn in a test. Each rank writes its messages to the store of the votes."""
-
-    def __init__(self, rank: int, store: dist.Store) -> None:
-        super().__init__()
-        self.rank, self.store, self.text = rank, store, ""
-        store.set(f"reports of rank {rank}", "")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.text += f"{record.getMessage()}\n"
-        self.store.set(f"reports of rank {self.rank}", self.text)
-
-    def wait_for(self, expected: str, rank: int = 0) -> None:
-        """Wait until the log of `rank`, which may be waiting in a collective, matches a regular expression."""
-
-        def text() -> str:
-            return self.store.get(f"reports of rank {rank}").decode()
-
-        wait_until(lambda: re.search(expected, text()), lambda: f"for {expected!r} in the log {text()!r}")
-
-
-world: World | None = None
+world: World  # The start of the session creates it.
 
 
 def release_locals(error: BaseException | None) -> None:
     """Release the local variables in the tracebacks of `error` and of the errors before it. Autograd graphs and errors
     keep references to their group, and gloo wakes waiting ranks only when the last reference is released."""
     while error is not None:
+        traceback.clear_frames(error.__traceback__)
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            with contextlib.suppress(RuntimeError):  # The frame is still running.
-                frame.clear()
             frame.f_locals  # noqa: B018  # Before Python 3.13 a frame has a copy of its locals, which this updates.
         error = error.__context__
     gc.collect()
@@ -142,7 +124,6 @@ def release_locals(error: BaseException | None) -> None:
 @contextlib.contextmanager
 def vote() -> Iterator[None]:
     """Make the body of the context fail on all ranks if it fails on one."""
-    assert world is not None
     error: BaseException | None = None
     try:
         yield
@@ -183,8 +164,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionstart() -> None:
     global world
-    if "RANK" not in os.environ:
-        raise pytest.UsageError("these tests need ranks: torchrun --standalone --nproc-per-node 2 -m pytest ...")
     world = World()
     world.create_group()
 
@@ -194,14 +173,90 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Let only rank 0 exit with an error: torchrun ends all ranks when one fails, and rank 0 prints the summary."""
     if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:  # The option -k may select no test.
         session.exitstatus = pytest.ExitCode.OK
-    if world is not None:
-        world.exchange("")  # A rank may still be reading the last vote.
-        world.destroy_groups()
-        if world.ranks.rank > 0 and session.exitstatus == pytest.ExitCode.TESTS_FAILED:
-            session.exitstatus = pytest.ExitCode.OK
+    world.exchange("")  # A rank may still be reading the last vote.
+    world.destroy_groups()
+    if world.ranks.rank > 0 and session.exitstatus == pytest.ExitCode.TESTS_FAILED:
+        session.exitstatus = pytest.ExitCode.OK
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Ranks:
-    assert world is not None
     return world.ranks
+
+
+# Dynamo and Inductor cause these warnings themselves (torch 2.13, November 2026).
+WARNINGS_OF_COMPILERS = "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run tests marked `two_ranks` or `compiles` on two ranks only, and ignore the compilers' warnings."""
+    for item in items:
+        if item.get_closest_marker("compiles"):
+            item.add_marker(pytest.mark.filterwarnings(*WARNINGS_OF_COMPILERS))
+            item.add_marker("two_ranks")
+        if world.ranks.size != 2 and item.get_closest_marker("two_ranks"):
+            item.add_marker(pytest.mark.skip(reason="slow, and nothing in it depends on W"))
+
+
+@pytest.fixture(autouse=True)
+def reset_dynamo(request: pytest.FixtureRequest) -> None:
+    """Before a test that compiles, reset Dynamo and collect garbage. Otherwise Dynamo could trace the finalizer of a
+    group that an error of an earlier test has kept alive."""
+    if request.node.get_closest_marker("compiles"):
+        torch._dynamo.reset()
+        gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def set_seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that sets waiting times by their names. By default an error waits 10 s for the positions of the
+    other ranks, enough for a busy machine."""
+    # The other waiting times are constants of the module `report`.
+    defined_in: dict[str, object] = {"POLL_SECONDS": watchdog, "next_warning_seconds": Collective}
+
+    def set_by_name(**seconds: float) -> None:
+        for name, value in seconds.items():
+            monkeypatch.setattr(defined_in.get(name, report), name, value)
+
+    set_by_name(SETTLE_SECONDS=10.0)
+    return set_by_name
+
+
+class Reports(logging.Handler):
+    """The log messages of syncbn in a test. Each rank writes its messages to the store of the votes."""
+
+    text = ""
+
+    def write(self) -> None:
+        world.store.set(f"reports of rank {world.ranks.rank}", self.text)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += f"{record.getMessage()}\n"
+        self.write()
+
+    def wait_for(self, expected: str, rank: int = 0) -> None:
+        """Wait until the log of `rank`, which may be waiting in a collective, matches a regular expression."""
+
+        def text() -> str:
+            return world.store.get(f"reports of rank {rank}").decode()
+
+        wait_until(lambda: re.search(expected, text()), lambda: f"for {expected!r} in the log {text()!r}")
+
+
+@pytest.fixture
+def reports(set_seconds: Callable[..., None]) -> Iterator[Reports]:
+    """Return the log messages of all ranks, which report a wait after half a second."""
+    set_seconds(next_warning_seconds=0.5, POLL_SECONDS=0.1)
+    reports = Reports()
+    reports.write()
+    watchdog.log.addHandler(reports)
+    dist.barrier()  # A rank may still wait for a report of the previous test.
+    yield reports
+    watchdog.log.removeHandler(reports)
+
+
+@pytest.fixture
+def wrap_all_reduce(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.Tensor]], None]:
+    """Return a function that makes this rank call `wrapper(all_reduce, *arguments)` in each pass."""
+    all_reduce = calls.all_reduce
+    return lambda wrapper: monkeypatch.setattr(calls, "all_reduce", functools.partial(wrapper, all_reduce))
