@@ -74,6 +74,13 @@ def test_links_and_names_exist(page: Path) -> None:
         pkgutil.resolve_name(name)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_cells_of_tables_are_short(page: Path) -> None:
+    """A longer cell is text: it belongs above or below its table. The targets of links do not count."""
+    rows = re.findall(r"^\|(.*)\|$", re.sub(r"\]\([^)]*\)", "]", page.read_text()), re.MULTILINE)
+    assert [cell for row in rows for cell in row.split("|") if len(cell.strip()) > 200] == []
+
+
 # Blocks that no test can run: the beginning of a line, and what runs the block or its parts.
 RUN_ELSEWHERE = {
     "mesh = init_device_mesh": "eight GPUs; tests/distributed/test_pipeline_schedules.py has its pieces",
