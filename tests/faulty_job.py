@@ -2,10 +2,11 @@
 
     python tests/faulty_job.py FAULT [FOLDER]         with the environment variables of torchrun
 
-FAULT is a name from test_faults.py, test_two_hosts.py or scripts/gpu_run.py. With FOLDER each rank saves the gradients
-and buffers of its second step there.
+FAULT is a name from test_faults.py or scripts/gpu_run.py. With FOLDER each rank saves the gradients and buffers of its
+second step there.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -31,15 +32,17 @@ NUM_STEPS, FAULTY_STEP = 6, 3
 FAULT, *FOLDER = sys.argv[1:]
 RANK, NUM_RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 IS_LAST_RANK = RANK == NUM_RANKS - 1
+OWN_FAULT = FAULT if IS_LAST_RANK else "none"
 
 
 class Body(nn.Module):
     """Three layers, which are called in order unless `fault` changes the calls."""
 
+    fault = "none"
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.bn1, self.bn2, self.bn3 = (nn.BatchNorm1d(channels) for _ in range(3))
-        self.fault = ""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn1(x)
@@ -76,30 +79,18 @@ def before_faulty_step(model: nn.Sequential) -> None:
         torch.save([gradients, *model.buffers()], Path(*FOLDER, f"rank {RANK}"))
     if FAULT == "link cut":  # The test cuts the link between two hosts when all ranks have saved their gradients.
         wait_until(Path(*FOLDER, "cut").exists)
-    if not IS_LAST_RANK:
-        return
-    if FAULT == "a group on one rank alone":
+    if OWN_FAULT == "a group on one rank alone":
         # An int is the number of ranks per group. The next call creates the groups, which is a collective.
         model.body.bn1.process_group = NUM_RANKS
-    if FAULT == "stopped for longer than the timeout":
+    if OWN_FAULT == "stopped for longer than the timeout":
         send_signal(signal.SIGSTOP)
-    if FAULT == "sleeps":
+    if OWN_FAULT == "sleeps":
         time.sleep(34)  # longer than the 30 s after which the other rank warns
-    if FAULT == "fork after use":
-        call_in_forked_process(model)
-
-
-def call_in_forked_process(model: nn.Module) -> None:
-    """Call the model in a child process, which inherits the process group, and print the error."""
-    if os.fork():
-        os.wait()
-        sys.exit("the forked process has ended")
-    signal.alarm(15)  # ends the child if the call hangs
-    try:
-        model(torch.randn(4, 3))
-    except RuntimeError as error:
-        print(error, file=sys.stderr, flush=True)
-    os._exit(1)  # A normal exit would wait for threads of the parent process.
+    if OWN_FAULT == "fork after use":  # The child inherits the process group. It prints its error.
+        child = multiprocessing.get_context("fork").Process(target=model, args=(torch.randn(4, 3),), daemon=True)
+        child.start()
+        child.join(15)
+        sys.exit("the forked process has ended, or hangs and is ended with this process")
 
 
 @torch.no_grad()
@@ -125,13 +116,8 @@ def train_two_models() -> None:
 
 
 def train() -> None:
-    num_steps, channels = NUM_STEPS, 4
-    if IS_LAST_RANK and FAULT == "one more step":
-        num_steps += 1
-    if IS_LAST_RANK and FAULT == "one batch less, then a metric":
-        num_steps -= 1
-    if IS_LAST_RANK and FAULT == "channels":
-        channels = 5
+    num_steps = NUM_STEPS + {"one more step": 1, "one batch less, then a metric": -1}.get(OWN_FAULT, 0)
+    channels = 5 if OWN_FAULT == "channels" else 4
     body = Body(channels)
     model = nn.Sequential(OrderedDict(linear=nn.Linear(3, channels), body=body))
     syncbn.convert_syncbn_model(model)
@@ -144,7 +130,7 @@ def train() -> None:
     for step in range(1, num_steps + 1):
         if step == FAULTY_STEP:
             before_faulty_step(model)
-        fault = body.fault = FAULT if IS_LAST_RANK and step == FAULTY_STEP else ""
+        fault = body.fault = OWN_FAULT if step == FAULTY_STEP else "none"
         x = torch.randn(4, 3)
         if fault == "NaN":
             x[0, 0] = torch.nan
@@ -177,7 +163,7 @@ def main() -> None:
     if FAULT == "two models, another order":
         train_two_models()
     train()
-    if FAULT == "NaN" and IS_LAST_RANK:
+    if OWN_FAULT == "NaN":
         time.sleep(3)  # On a GPU the watchdog warns of NaN, and polls once a second.
     if FAULT == "one batch less, then a metric":
         dist.all_reduce(torch.ones(1))
