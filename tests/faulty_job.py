@@ -2,8 +2,7 @@
 
     python tests/faulty_job.py FAULT [FOLDER]         with the environment variables of torchrun
 
-FAULT is a name from test_faults.py or scripts/gpu_run.py. With FOLDER each rank saves the gradients and buffers of its
-second step there.
+FAULT is a name from test_faults.py or scripts/gpu_run.py. FOLDER is for the fault "link cut" alone.
 """
 
 import multiprocessing
@@ -73,11 +72,9 @@ def wait_until_position_is_written() -> None:
 def before_faulty_step(model: nn.Sequential) -> None:
     if FAULT == "replay":
         replay_graph(model.body.bn2 if IS_LAST_RANK else model.body.bn1)  # The graphs have different layers.
-    if FOLDER:
+    if FAULT == "link cut":  # The test waits for a file of each rank, cuts the link between two hosts and adds "cut".
         wait_until_position_is_written()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        torch.save([gradients, *model.buffers()], Path(*FOLDER, f"rank {RANK}"))
-    if FAULT == "link cut":  # The test cuts the link between two hosts when all ranks have saved their gradients.
+        Path(*FOLDER, f"rank {RANK}").touch()
         wait_until(Path(*FOLDER, "cut").exists)
     if OWN_FAULT == "a group on one rank alone":
         # An int is the number of ranks per group. The next call creates the groups, which is a collective.
@@ -90,7 +87,7 @@ def before_faulty_step(model: nn.Sequential) -> None:
         child = multiprocessing.get_context("fork").Process(target=model, args=(torch.randn(4, 3),), daemon=True)
         child.start()
         child.join(15)
-        sys.exit("the forked process has ended, or hangs and is ended with this process")
+        sys.exit("the forked process has ended or hangs; this exit ends it")
 
 
 @torch.no_grad()
@@ -106,10 +103,7 @@ def replay_graph(layer: nn.Module) -> None:
 
 def train_two_models() -> None:
     """Train two models whose layers have the same name, as a GAN does."""
-    models = []
-    for _ in range(2):
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        models.append(DistributedDataParallel(syncbn.convert_syncbn_model(model)))
+    models = [syncbn.convert_syncbn_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))) for _ in range(2)]
     for step in range(1, NUM_STEPS):
         for model in reversed(models) if IS_LAST_RANK and step == FAULTY_STEP else models:
             model(torch.randn(4, 3)).square().mean().backward()
