@@ -58,6 +58,10 @@ class Body(nn.Module):
         return self.bn3(x)
 
 
+def new_model(channels: int) -> nn.Sequential:
+    return syncbn.convert_syncbn_model(nn.Sequential(OrderedDict(linear=nn.Linear(3, channels), body=Body(channels))))
+
+
 def send_signal(signal_number: int) -> None:
     """Send a signal to this process when the store has the position of this rank."""
     wait_until_position_is_written()
@@ -111,20 +115,14 @@ def train_two_models() -> None:
 
 def train() -> None:
     num_steps = NUM_STEPS + {"one more step": 1, "one batch less, then a metric": -1}.get(OWN_FAULT, 0)
-    channels = 5 if OWN_FAULT == "channels" else 4
-    body = Body(channels)
-    model = nn.Sequential(OrderedDict(linear=nn.Linear(3, channels), body=body))
-    syncbn.convert_syncbn_model(model)
-    ddp = model
-    # The constructor of DistributedDataParallel raises if parameters differ in shape between ranks.
-    if FAULT != "channels":
-        # With these two faults a rank waits in DDP's broadcast of buffers before a forward. Other jobs disable it.
-        broadcast_buffers = FAULT in ("one batch less, then a metric", "validates through DDP")
-        ddp = DistributedDataParallel(model, broadcast_buffers=broadcast_buffers)
+    model = new_model(channels=4)
+    # With these two faults a rank waits in DDP's broadcast of buffers before a forward. Other jobs disable it.
+    broadcast_buffers = FAULT in ("one batch less, then a metric", "validates through DDP")
+    ddp = DistributedDataParallel(model, broadcast_buffers=broadcast_buffers)
     for step in range(1, num_steps + 1):
         if step == FAULTY_STEP:
             before_faulty_step(model)
-        fault = body.fault = OWN_FAULT if step == FAULTY_STEP else "none"
+        fault = model.body.fault = OWN_FAULT if step == FAULTY_STEP else "none"
         x = torch.randn(4, 3)
         if fault == "NaN":
             x[0, 0] = torch.nan
@@ -152,6 +150,8 @@ def main() -> None:
         torch.set_default_device("cuda")
     dist.init_process_group(BACKEND, store=store, rank=RANK, world_size=NUM_RANKS, timeout=TIMEOUT)
     torch.manual_seed(RANK)
+    if FAULT == "channels":  # without DistributedDataParallel, whose constructor compares the shapes of parameters
+        new_model(5 if IS_LAST_RANK else 4)(torch.randn(4, 3))
     if FAULT == "two numbers of channels":
         sync_batch_norm(torch.randn(2, 4), None, None, torch.ones(3 if IS_LAST_RANK else 4), training=True)
     if FAULT == "two models, another order":
