@@ -26,7 +26,7 @@ LINE_SECONDS = 10.0 if sys.stdout.isatty() else 30.0
 FAILED_LINES = 200  # lines of a failed part's log that are printed
 # Part -> names of its files, tests/test_NAME.py. Of these parts the longest comes first.
 STARTS_PROGRAMS = {
-    "crashes": ("crashes", "faults", "two_hosts"),
+    "crashes": ("crashes", "faults"),
     "programs": ("lightning", "package", "testing"),
     "examples": ("examples",),
 }

@@ -2,10 +2,10 @@
 
     python tests/faulty_job.py FAULT [FOLDER]         with the environment variables of torchrun
 
-FAULT is a name from test_faults.py, test_two_hosts.py or scripts/gpu_run.py. With FOLDER each rank saves the gradients
-and buffers of its second step there.
+FAULT is a name from test_faults.py or scripts/gpu_run.py. FOLDER is for the fault "link cut" alone.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -31,15 +31,17 @@ NUM_STEPS, FAULTY_STEP = 6, 3
 FAULT, *FOLDER = sys.argv[1:]
 RANK, NUM_RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 IS_LAST_RANK = RANK == NUM_RANKS - 1
+OWN_FAULT = FAULT if IS_LAST_RANK else "none"
 
 
 class Body(nn.Module):
     """Three layers, which are called in order unless `fault` changes the calls."""
 
+    fault = "none"
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.bn1, self.bn2, self.bn3 = (nn.BatchNorm1d(channels) for _ in range(3))
-        self.fault = ""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn1(x)
@@ -56,6 +58,10 @@ class Body(nn.Module):
         return self.bn3(x)
 
 
+def new_model(channels: int) -> nn.Sequential:
+    return syncbn.convert_syncbn_model(nn.Sequential(OrderedDict(linear=nn.Linear(3, channels), body=Body(channels))))
+
+
 def send_signal(signal_number: int) -> None:
     """Send a signal to this process when the store has the position of this rank."""
     wait_until_position_is_written()
@@ -70,36 +76,22 @@ def wait_until_position_is_written() -> None:
 def before_faulty_step(model: nn.Sequential) -> None:
     if FAULT == "replay":
         replay_graph(model.body.bn2 if IS_LAST_RANK else model.body.bn1)  # The graphs have different layers.
-    if FOLDER:
+    if FAULT == "link cut":  # The test waits for a file of each rank, cuts the link between two hosts and adds "cut".
         wait_until_position_is_written()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        torch.save([gradients, *model.buffers()], Path(*FOLDER, f"rank {RANK}"))
-    if FAULT == "link cut":  # The test cuts the link between two hosts when all ranks have saved their gradients.
+        Path(*FOLDER, f"rank {RANK}").touch()
         wait_until(Path(*FOLDER, "cut").exists)
-    if not IS_LAST_RANK:
-        return
-    if FAULT == "a group on one rank alone":
+    if OWN_FAULT == "a group on one rank alone":
         # An int is the number of ranks per group. The next call creates the groups, which is a collective.
         model.body.bn1.process_group = NUM_RANKS
-    if FAULT == "stopped for longer than the timeout":
+    if OWN_FAULT == "stopped for longer than the timeout":
         send_signal(signal.SIGSTOP)
-    if FAULT == "sleeps":
+    if OWN_FAULT == "sleeps":
         time.sleep(34)  # longer than the 30 s after which the other rank warns
-    if FAULT == "fork after use":
-        call_in_forked_process(model)
-
-
-def call_in_forked_process(model: nn.Module) -> None:
-    """Call the model in a child process, which inherits the process group, and print the error."""
-    if os.fork():
-        os.wait()
-        sys.exit("the forked process has ended")
-    signal.alarm(15)  # ends the child if the call hangs
-    try:
-        model(torch.randn(4, 3))
-    except RuntimeError as error:
-        print(error, file=sys.stderr, flush=True)
-    os._exit(1)  # A normal exit would wait for threads of the parent process.
+    if OWN_FAULT == "fork after use":  # The child inherits the process group. It prints its error.
+        child = multiprocessing.get_context("fork").Process(target=model, args=(torch.randn(4, 3),), daemon=True)
+        child.start()
+        child.join(15)
+        sys.exit("the forked process has ended or hangs; this exit ends it")
 
 
 @torch.no_grad()
@@ -115,36 +107,22 @@ def replay_graph(layer: nn.Module) -> None:
 
 def train_two_models() -> None:
     """Train two models whose layers have the same name, as a GAN does."""
-    models = []
-    for _ in range(2):
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        models.append(DistributedDataParallel(syncbn.convert_syncbn_model(model)))
+    models = [syncbn.convert_syncbn_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))) for _ in range(2)]
     for step in range(1, NUM_STEPS):
         for model in reversed(models) if IS_LAST_RANK and step == FAULTY_STEP else models:
             model(torch.randn(4, 3)).square().mean().backward()
 
 
 def train() -> None:
-    num_steps, channels = NUM_STEPS, 4
-    if IS_LAST_RANK and FAULT == "one more step":
-        num_steps += 1
-    if IS_LAST_RANK and FAULT == "one batch less, then a metric":
-        num_steps -= 1
-    if IS_LAST_RANK and FAULT == "channels":
-        channels = 5
-    body = Body(channels)
-    model = nn.Sequential(OrderedDict(linear=nn.Linear(3, channels), body=body))
-    syncbn.convert_syncbn_model(model)
-    ddp = model
-    # The constructor of DistributedDataParallel raises if parameters differ in shape between ranks.
-    if FAULT != "channels":
-        # With these two faults a rank waits in DDP's broadcast of buffers before a forward. Other jobs disable it.
-        broadcast_buffers = FAULT in ("one batch less, then a metric", "validates through DDP")
-        ddp = DistributedDataParallel(model, broadcast_buffers=broadcast_buffers)
+    num_steps = NUM_STEPS + {"one more step": 1, "one batch less, then a metric": -1}.get(OWN_FAULT, 0)
+    model = new_model(channels=4)
+    # With these two faults a rank waits in DDP's broadcast of buffers before a forward. Other jobs disable it.
+    broadcast_buffers = FAULT in ("one batch less, then a metric", "validates through DDP")
+    ddp = DistributedDataParallel(model, broadcast_buffers=broadcast_buffers)
     for step in range(1, num_steps + 1):
         if step == FAULTY_STEP:
             before_faulty_step(model)
-        fault = body.fault = FAULT if IS_LAST_RANK and step == FAULTY_STEP else ""
+        fault = model.body.fault = OWN_FAULT if step == FAULTY_STEP else "none"
         x = torch.randn(4, 3)
         if fault == "NaN":
             x[0, 0] = torch.nan
@@ -172,12 +150,14 @@ def main() -> None:
         torch.set_default_device("cuda")
     dist.init_process_group(BACKEND, store=store, rank=RANK, world_size=NUM_RANKS, timeout=TIMEOUT)
     torch.manual_seed(RANK)
+    if FAULT == "channels":  # without DistributedDataParallel, whose constructor compares the shapes of parameters
+        new_model(5 if IS_LAST_RANK else 4)(torch.randn(4, 3))
     if FAULT == "two numbers of channels":
         sync_batch_norm(torch.randn(2, 4), None, None, torch.ones(3 if IS_LAST_RANK else 4), training=True)
     if FAULT == "two models, another order":
         train_two_models()
     train()
-    if FAULT == "NaN" and IS_LAST_RANK:
+    if OWN_FAULT == "NaN":
         time.sleep(3)  # On a GPU the watchdog warns of NaN, and polls once a second.
     if FAULT == "one batch less, then a metric":
         dist.all_reduce(torch.ones(1))

@@ -25,64 +25,50 @@ class Model(nn.Module):
         return self.bn2(self.bn1(x))
 
     def train_a_step_and_call_bn2_twice(self) -> None:
-        """Prepare for the methods below: the next call of bn1 is call 2, and the next call of bn2 is call 4."""
+        """Prepare for a call of MIXTURES: the next call of bn1 is call 2, and the next call of bn2 is call 4."""
         self(X).sum().backward()
-        self.loss_of_call_2, self.loss_of_call_3 = (self.bn2(x).square().sum() for x in (X, 2 * X))
-
-    def call_bn1(self) -> None:
-        self.bn1(X)
-
-    def call_bn1_in_bfloat16(self) -> None:
-        self.bn1(X.bfloat16())
-
-    def call_bn2(self) -> None:
-        self.bn2(X)
-
-    def differentiate_call_2(self) -> None:
-        self.loss_of_call_2.backward()
-
-    def differentiate_call_2_with_graph(self) -> None:
-        torch.autograd.grad(self.loss_of_call_2, X, create_graph=True)
-
-    def differentiate_call_3(self) -> None:
-        self.loss_of_call_3.backward()
-
-    def call_a_function(self) -> None:
-        batch_norm_backward(X, X, torch.zeros(3), torch.ones(3), process_group=self.bn1.process_group)
+        self.loss_2, self.loss_3 = (self.bn2(x).square().sum() for x in (X, 2 * X))  # the losses of calls 2 and 3
 
 
-# An entry has the method that rank 0 calls, the method that the other ranks call, and a regular expression that matches
-# the error of every rank. Tests replace OTHERS in the expression by the other ranks, such as "ranks 1-2".
-MIXTURES: dict[str, tuple[Callable[[Model], None], Callable[[Model], None], str]] = {
+# An entry has the call of rank 0, the call of the other ranks, and a regular expression that matches the error of every
+# rank. Tests replace OTHERS in the expression by the other ranks, such as "ranks 1-2".
+MIXTURES: dict[str, tuple[Callable[[Model], object], Callable[[Model], object], str]] = {
     "two layers": (
-        Model.call_bn1, Model.call_bn2,
+        lambda model: model.bn1(X),
+        lambda model: model.bn2(X),
         r"rank 0: in bn1 forward, call 2.*\nOTHERS: in bn2 forward, call 4.*\nPossible causes:\n- A rank has left out",
     ),
     "forward and backward of a layer": (
-        Model.call_bn2, Model.differentiate_call_2,
+        lambda model: model.bn2(X),
+        lambda model: model.loss_2.backward(),
         r"rank 0: in bn2 forward, call 4\nOTHERS: in bn2 backward, call 2\nPossible causes:\n- .* once more, ",
     ),
     "forward and backward of two layers": (
-        Model.call_bn1, Model.differentiate_call_2,
+        lambda model: model.bn1(X),
+        lambda model: model.loss_2.backward(),
         r"rank 0: in bn1 forward, call 2\nOTHERS: in bn2 backward, call 2\nPossible causes:\n- A rank has left out",
     ),
     "a function and a layer": (
-        Model.call_a_function, Model.call_bn1,
+        lambda model: batch_norm_backward(X, X, torch.zeros(3), torch.ones(3), process_group=model.bn1.process_group),
+        lambda model: model.bn1(X),
         r"rank 0: in batch_norm_backward.* call 1.*\nOTHERS: in bn1 forward, call 2",
     ),
     "dtypes": (
-        Model.call_bn1_in_bfloat16, Model.call_bn1,
+        lambda model: model.bn1(X.bfloat16()),
+        lambda model: model.bn1(X),
         r"rank 0: in bn1 .* with an input of torch.bfloat16\nOTHERS: in bn1 .*float32\nUse autocast on every rank",
     ),
     "backwards with and without a graph": (
-        Model.differentiate_call_2_with_graph, Model.differentiate_call_2,
+        lambda model: torch.autograd.grad(model.loss_2, X, create_graph=True),
+        lambda model: model.loss_2.backward(),
         r"rank 0: in bn2 backward with create_graph .*\nOTHERS: in bn2 backward, call 2\nPass create_graph",
     ),
     "backwards of two calls": (
-        Model.differentiate_call_2, Model.differentiate_call_3,
+        lambda model: model.loss_2.backward(),
+        lambda model: model.loss_3.backward(),
         r"rank 0: in bn2 backward, call 2\nOTHERS: in bn2 backward, call 3\nThe layer is called several times",
     ),
-}  # fmt: skip
+}
 
 
 class HookedStore:

@@ -1,17 +1,20 @@
-"""Tests what ranks print if the last rank of a job does something wrong, and that all ranks end.
+"""Tests what ranks print if the last rank of a job does something wrong or a link is cut, and that all ranks end.
 
 faulty_job.py is the job, whose collectives have a timeout of 3 s. docs/when_ranks_disagree.md has a table of faults.
 """
 
+import contextlib
 import os
 import re
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from jobs import started_ranks, wait_until
+from jobs import ENVIRONMENT, TORCHRUN, processes_with, started_ranks, wait_until
 
 from syncbn.ranks.positions import process_state
 
@@ -120,3 +123,82 @@ def test_the_ranks_report_the_fault_and_end(name: str) -> None:
         text = re.sub(r"^(\[rank\d+\]: )+", "", output, flags=re.MULTILINE)
         assert re.search(pattern, text), text
     assert statuses.count(0) == fault.num_successful
+
+
+# Two hosts, which are network namespaces of this host.
+
+
+def ip(arguments: str) -> str:
+    return subprocess.run(["ip", *arguments.split()], check=True, capture_output=True, text=True).stdout
+
+
+class Host:
+    """A network namespace with a host name. `names` is its /etc/hosts."""
+
+    def __init__(self, index: int, folder: Path) -> None:
+        self.name, self.address = f"host{index}", f"10.213.0.{1 + index}"
+        self.namespace = f"syncbn-{os.getpid()}-{index}"
+        self.log, self.names, self.torchrun = folder / f"log of {self.name}", folder / "names", None
+
+    def start(self, *job: object) -> None:
+        """Run the command of docs/training_script.md for several hosts, which is the same on each host."""
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29500", "--rdzv-id", "job"]
+        torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *rendezvous, *map(str, job)]
+        set_names = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+        on_host = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", "sh", "-c", set_names]
+        with self.log.open("w") as log:
+            command = [*on_host, self.name, str(self.names), *torchrun]
+            self.torchrun = subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log)
+
+    def remove(self) -> None:
+        """Remove the namespace, and kill the processes in it."""
+        for process in ip(f"netns pids {self.namespace}").split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+        if self.torchrun is not None:
+            self.torchrun.wait()
+        ip(f"netns del {self.namespace}")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[Host]]:
+    """Create two hosts with a link between their interfaces eth0."""
+    first, second = hosts = [Host(index, tmp_path) for index in range(2)]
+    first.names.write_text("".join(f"{host.address} {host.name}\n" for host in hosts) + "127.0.0.1 localhost\n")
+    with contextlib.ExitStack() as stack:
+        try:
+            for host in hosts:
+                ip(f"netns add {host.namespace}")
+                stack.callback(host.remove)
+            ip(f"link add eth0 netns {first.namespace} type veth peer eth0 netns {second.namespace}")
+            for host in hosts:
+                ip(f"-n {host.namespace} addr add {host.address}/24 dev eth0")
+                ip(f"-n {host.namespace} link set eth0 up")
+                ip(f"-n {host.namespace} link set lo up")
+        except (OSError, subprocess.CalledProcessError) as error:  # OSError: `ip` of iproute2 is not installed.
+            pytest.skip(f"network namespaces cannot be created here: {getattr(error, 'stderr', error)}")
+        yield hosts
+
+
+def test_two_hosts_report_that_their_link_is_cut(hosts: list[Host], tmp_path: Path) -> None:
+    """The host of the store reports the age of the other ranks' positions. The other host cannot reach the store, and
+    torchrun on that host still waits for the store."""
+    for host in hosts:
+        host.start(JOB, "link cut", tmp_path)
+    wait_until(lambda: len([*tmp_path.glob("rank ?")]) == 4, lambda: str([host.log.read_text() for host in hosts]))
+    ip(f"-n {hosts[0].namespace} link set eth0 down")
+    (tmp_path / "cut").touch()
+    # The four ranks have ended when only torchruns remain.
+    wait_until(lambda: all("torch.distributed.run" in command for command in processes_with(tmp_path).values()))
+    assert hosts[0].torchrun.wait() != 0
+    expected = (
+        r"syncbn: a collective failed on rank [01] after \d+.\d s.\n"
+        r"(.*ranks? [01].*: in body.bn1 forward, call 3(; .*)?\n)+"
+        r"(.*ranks? [23].*: last seen after body.bn1 backward, call 2; written \S+ s ago\n)+"
+        r"(.*\n)+.*The process group reports",
+        r"syncbn: a collective failed on rank ([23]) after \d+.\d s.\n"
+        r"(.*ranks? [0-3, -]+: not known, as the process group's store does not answer\n)"
+        r".*rank \1: in body.bn1 forward, call 3(; .*)?\n",
+    )
+    for host, pattern in zip(hosts, expected, strict=True):
+        assert re.search(pattern, host.log.read_text()), host.log.read_text()

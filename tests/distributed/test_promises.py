@@ -197,7 +197,7 @@ def test_promise_8_a_bad_argument_is_raised_on_every_rank(ranks: Ranks) -> None:
     layer(torch.randn(4, C))  # The group can still be used.
 
 
-# More: test_signatures.py, test_order_of_layers.py; test_status.py (GPUs); test_waits.py (ranks that wait).
+# More: test_signatures.py; test_status.py (GPUs); test_waits.py (ranks that wait).
 @on_cpu
 def test_promise_9_ranks_in_different_layers_never_continue_in_silence(ranks: Ranks) -> None:
     """In eager mode ranks in different layers or passes raise an error, unless SYNCBN_CHECKS=0. On GPUs they raise at a

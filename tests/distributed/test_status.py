@@ -105,7 +105,7 @@ def test_backwards_of_different_calls_raise_even_if_the_ranks_count_calls_differ
 
 
 def test_a_model_that_one_rank_reloads_raises_and_the_remedy_is_named(ranks: Ranks, model: Model) -> None:
-    """On a CPU the ranks agree on new instance numbers for the layers, see test_order_of_layers.py. On a GPU they
+    """On a CPU the ranks agree on new instance numbers for the layers, see test_signatures.py. On a GPU they
     cannot."""
     reloaded = copy.deepcopy(model) if ranks.rank else model
     reloaded.bn1(X)
