@@ -19,7 +19,6 @@ from torch import Tensor
 from syncbn import kernel_cache, payload, torch_internals
 from syncbn.kernels import reference, select
 from syncbn.kernels.interface import BAD_ARGUMENT, ENDED, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER, StatusWords
-from syncbn.ranks import report, watchdog
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
@@ -55,9 +54,7 @@ class Forward(reference.Forward):
         return super().forward_outputs(inputs, total, buffers, momentum)
 
 
-def play(
-    monkeypatch: pytest.MonkeyPatch, poll_seconds: float = 0.05, answer_seconds: float = report.ANSWER_SECONDS
-) -> SimpleNamespace:
+def play(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Treat all tensors as tensors of a GPU until the end of the test. Return an object whose `stream` is the handle of
     the current stream. A test sets it to None for a stream that captures a CUDA graph."""
     gpu, back_end = SimpleNamespace(stream=0), SimpleNamespace(Forward=Forward, Backward=reference.Backward)
@@ -71,7 +68,6 @@ def play(
         (select, "check_total", select.check_total if IS_INTERPRETED else check_total),
         (kernel_cache, "fast_path_back_end", lambda config: back_end),
         (torch_internals, "stream_handle", lambda device: gpu.stream),
-        (watchdog, "POLL_SECONDS", poll_seconds), (report, "ANSWER_SECONDS", answer_seconds),
     ):  # fmt: skip
         monkeypatch.setattr(target, name, value)
     return gpu
