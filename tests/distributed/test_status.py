@@ -4,7 +4,6 @@ import contextlib
 import copy
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from jobs import wait_until
 from mixtures import MIXTURES, Model, X
 from played_gpu import play
 from torch import Tensor
-from training import CountCollectives, assert_state_unchanged
+from training import CountCollectives, assert_state_unchanged, syncbn_warnings
 from voting import Ranks, Reports
 
 import syncbn
@@ -43,14 +42,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, set_seconds: Callable[..., None]) -> It
     yield play(monkeypatch)
     for rank in [*watchdog._ranks.values()]:
         rank.gpu_statuses.clear()
-
-
-@pytest.fixture
-def model(gpu: SimpleNamespace) -> Model:
-    """Return a model after its first step."""
-    model = Model()
-    model(X).sum().backward()
-    return model
 
 
 def mismatched_layer(model: Model, ranks: Ranks) -> syncbn.SyncBatchNorm:
@@ -154,26 +145,24 @@ def test_a_layer_refuses_one_value_per_channel_and_sync_batch_stats_accepts_it(r
 
 def test_a_fault_in_a_replay_raises_in_later_eager_calls(ranks: Ranks) -> None:
     """The error has layer and pass but no call number, because a replay runs no Python that could count calls."""
-    lines = "rank 0: in bn2 backward, in a CUDA graph\nrank 1: in bn1 backward, in a CUDA graph"
+    lines = "rank 0: in bn2 forward, in a CUDA graph\nrank 1: in bn1 backward, in a CUDA graph"
     with raises_in_later_calls(lines) as model:
-        layer = mismatched_layer(model, ranks)
-        store_fault(layer, status.captured_sequence_number(layer._syncbn_site, "backward"))
+        layer, pass_name = mismatched_layer(model, ranks), "backward" if ranks.rank else "forward"
+        store_fault(layer, status.captured_sequence_number(layer._syncbn_site, pass_name))
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, CountCollectives], ids=["fast path", "dispatched"])
-def test_a_rank_whose_input_is_not_finite_warns_once(ranks: Ranks, model: Model, mode: Callable[[], Any]) -> None:
-    x = torch.randn(4, 3)
+def test_a_rank_whose_input_is_not_finite_warns_once(ranks: Ranks, mode: Callable[[], Any]) -> None:
+    model, x = Model(), torch.randn(4, 3)
     if ranks.rank == 1:
         x[0, 1] = torch.nan
-    with warnings.catch_warnings(record=True, action="always") as caught, mode():
+    with syncbn_warnings() as texts, mode():
         for _ in range(2):
             model.bn1(x)
-            if ranks.rank == 1:
-                wait_until(lambda: any("syncbn" in str(warning.message) for warning in caught))
+            wait_until(lambda: model.bn1._syncbn_site.warned_of_nan == (ranks.rank == 1))
         time.sleep(SEVERAL_POLLS)
-    texts = [str(warning.message) for warning in caught if " on rank " in str(warning.message)]
-    warning = "syncbn: NaN or infinity in the input of bn1 forward, call 2 on rank 1."
-    assert texts == ([warning] if ranks.rank == 1 else [])
+    warning = "syncbn: NaN or infinity in the input of bn1 forward, call 1 on rank 1."
+    assert [text for text in texts if " on rank " in text] == ([warning] if ranks.rank == 1 else [])
     assert model.bn1.running_mean.isfinite().tolist() == [True, False, True]
 
 
@@ -193,12 +182,11 @@ def test_a_capture_allocates_no_status_words(ranks: Ranks, gpu: SimpleNamespace)
 # The watchdog.
 
 
-def test_the_watchdog_logs_a_fault_once_if_no_call_follows(
-    ranks: Ranks, model: Model, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_watchdog_logs_a_fault_once_if_no_call_follows(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     """The program may wait in torch.cuda.synchronize()."""
+    model = Model()
     mismatched_layer(model, ranks)(X)
-    wait_until(lambda: "in bn2 forward, call 2" in caplog.text)
+    wait_until(lambda: "in bn2 forward, call 1" in caplog.text)
     time.sleep(SEVERAL_POLLS)
     assert caplog.text.count(f"syncbn: rank {ranks.rank} has detected a fault on the GPU.\n") == 1
     error_text(lambda: model(X))
