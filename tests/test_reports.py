@@ -1,24 +1,34 @@
-"""Tests the report of one rank about all ranks: their positions, the likeliest causes, and the failure of the store.
+"""Tests what one process can show of reports: positions of all ranks, causes, the store, and errors of this rank.
 
 tests/distributed/test_waits.py has ranks that wait, and test_faults.py ranks that end.
 """
 
+import contextlib
+import gc
 import json
 import re
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from jobs import wait_until
 from mixtures import HookedStore
+from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  # importing it registers "fake"
+from training import CountCollectives
 
-from syncbn.ranks import positions, report, watchdog
-from syncbn.ranks.positions import Position, ThisRank, this_host
+import syncbn
+from syncbn.ranks import calls, positions, report, watchdog
+from syncbn.ranks.positions import Position, ThisRank
+from syncbn.ranks.sites import GroupState, Site
+
+X = torch.randn(4, 3, requires_grad=True)
 
 
 @pytest.fixture(params=[dist.HashStore, dist.FileStore])
@@ -43,6 +53,15 @@ def write(reader: ThisRank, key: str, value: object, process: int = 0) -> None:
         reader.store.set(f"{reader.prefix}/{rank}/{key}", json.dumps([[process, 0], value]))
 
 
+def raising(error: Exception) -> Callable[..., None]:
+    """Return a function that raises `error`."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
 # Positions.
 
 
@@ -54,45 +73,23 @@ def test_a_report_has_the_age_of_each_position(reader: ThisRank, seconds: float,
     assert re.search(f"ranks 0, 2: last seen after bn forward, call 7{age}\n", text), text
 
 
-def test_positions_before_a_restart_are_ignored(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun may keep the store when it restarts the ranks."""
-    write(reader, "position", make_position(7))
-    assert "ranks 0, 2: last seen after bn forward, call 7\n" in report.report_positions(reader, None)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert "ranks 0-2: has not been seen\n" in report.report_positions(ThisRank(dist.group.WORLD), None)
-
-
-def test_values_of_an_earlier_process_of_a_rank_are_ignored(reader: ThisRank) -> None:
-    """A launcher may replace a process and keep the store. A rank's present process has written the rank's position."""
+def test_values_of_an_earlier_process_of_a_rank_are_ignored(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher may replace a process and keep the store. A rank's present process has written the rank's position.
+    torchrun may also keep the store when it restarts all ranks."""
     write(reader, "a key", "value", process=1)
     write(reader, "position", make_position(7), process=1)
     assert reader.read([0, 2], "a key") == ["value", "value"]
     write(reader, "position", make_position(7), process=2)
     assert reader.read([0, 2], "a key") == [None, None]
-
-
-def test_a_rank_that_leaves_during_a_report_has_left(reader: ThisRank) -> None:
-    """The report has the departure, although it first reads a position without the departure, and then sees that the
-    process has ended."""
-    with subprocess.Popen(["true"]) as process:  # waits for the end of the process
-        pass
-    position = make_position(7, process=process.pid, host=this_host())
-    write(reader, "position", position)
-    written_positions = iter([position, position._replace(departure="has left")])
-
-    def write_next_position(method: str) -> None:
-        if method == "check":  # A read calls this method of the store first.
-            write(reader, "position", next(written_positions))
-
-    reader.store = HookedStore(reader.store, write_next_position)
-    line = "ranks 0, 2: after bn forward, call 7; has left this or an earlier default group\n"
-    assert line in report.report_positions(reader, None)
+    assert "ranks 0, 2: last seen after bn forward, call 7\n" in report.report_positions(reader, None)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert "ranks 0-2: has not been seen\n" in report.report_positions(ThisRank(dist.group.WORLD), None)
 
 
 # Causes. tests/distributed/test_waits.py has the causes of waits, and mixtures.py those of ranks that differ.
 
 
-WAITING, LATE = make_position(3), make_position(2, "backward")
+WAITING, BACKWARD, LATE = make_position(3), make_position(3, "backward"), make_position(2, "backward")
 VALIDATING, LEFT = WAITING._replace(lacks_grad=True), LATE._replace(departure="has left")
 FAILED = WAITING._replace(error="has raised RuntimeError: syncbn: a collective failed on rank 1 after 3.0 s.")
 # An entry has the position of the rank that reports, or None if this rank waits outside of layers; the positions of
@@ -102,6 +99,7 @@ CAUSES: dict[str, tuple[Position | None, list[Position], list[str]]] = {
     "all ranks wait in one call": (WAITING, [WAITING, WAITING], [report.ONE_CALL]),
     "a rank validates after another rank has left": (VALIDATING, [VALIDATING, LEFT], [report.EXTRA_CALL]),
     "a rank has failed because another rank failed": (None, [LATE, FAILED], [report.OUTSIDE]),
+    "a rank has left out a backward": (BACKWARD, [BACKWARD, WAITING], [report.OTHER_LAYERS]),
     "an error explains the failure": (None, [LATE, WAITING._replace(error="has raised KeyError: 1")], []),
 }
 
@@ -144,37 +142,12 @@ def test_errors_of_collectives_are_recognised(error: Exception, from_collective:
 # The store.
 
 
-def test_a_store_that_has_ended_is_not_called_again(reader: ThisRank) -> None:
-    """torch prints a C++ backtrace for each call that fails."""
-    methods: list[str] = []
-
-    def fail(method: str) -> None:
-        methods.append(method)
-        raise RuntimeError("Broken pipe")
-
-    reader.store = HookedStore(reader.store, fail)
-    for departure in ("has left", "has left with KeyError"):
-        reader.departure = departure  # A rank writes its position only if the position has changed.
-        reader.write_position()
-        assert report.STORE_UNKNOWN in report.report_positions(reader, None)
-    assert methods == ["set"]
-
-
-def test_a_report_waits_a_bounded_time_for_a_slow_store(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store is called again after a timeout, so a later report has the positions of the other ranks."""
-    monkeypatch.setattr(report, "READ_SECONDS", 0.2)
+def test_a_store_is_called_again_after_a_timeout(reader: ThisRank) -> None:
+    """A later report has the positions of the other ranks. test_waits.py has stores that have ended or are stopped."""
     write(reader, "position", Position(departure="has left"))
-    store, timeout = reader.store, threading.Event()
-
-    def time_out(_: str) -> None:
-        timeout.wait()
-        raise dist.DistStoreError("wait timeout after 3000ms")
-
-    reader.store = HookedStore(store, time_out)
-    for _ in range(2):
-        assert report.STORE_UNKNOWN in report.report_positions(reader, None)
-    timeout.set()
-    assert reader.wait_for_report(seconds=60)  # The thread of the first report has ended.
+    store = reader.store
+    reader.store = HookedStore(store, raising(dist.DistStoreError("wait timeout after 3000ms")))
+    assert report.STORE_UNKNOWN in report.report_positions(reader, None)
     reader.store = store
     assert "ranks 0, 2: has left" in report.report_positions(reader, None)
 
@@ -187,3 +160,53 @@ def test_a_file_gets_a_position_that_is_the_same_in_two_polls(reader: ThisRank) 
     assert reader.written_position != position == reader.position()
     watchdog._poll(reader, position)
     assert reader.written_position == position
+
+
+# Errors and ends of this rank. The backend "fake" returns from collectives without other ranks.
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, CountCollectives], ids=["fast path", "dispatched"])
+@pytest.mark.parametrize("failing", ["forward", "backward"])
+def test_an_error_in_a_pass_is_recorded_in_the_position(
+    fake_group: dist.ProcessGroup, failing: str, context: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that wait for this rank report the error."""
+    layer, run_out_of_memory = syncbn.SyncBatchNorm(3), raising(MemoryError("no room"))
+    # A backward fails when it unpacks a saved tensor, and a forward fails in the all_reduce.
+    with saved_tensors_hooks(pack_hook=lambda tensor: tensor, unpack_hook=run_out_of_memory):
+        y = layer(X)
+    if failing == "forward":
+        monkeypatch.setattr(calls, "all_reduce", run_out_of_memory)
+    with context(), pytest.raises(MemoryError):
+        layer(X) if failing == "forward" else y.sum().backward()
+    assert watchdog.this_rank().position().error == "has raised MemoryError: no room"
+
+
+def test_a_gpu_error_gets_a_note_and_no_report(fake_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA may raise the error of an earlier kernel in syncbn's collective, although no rank is late."""
+    layer, error = syncbn.SyncBatchNorm(3), RuntimeError("CUDA error: an illegal memory access was encountered")
+    layer(X)
+    monkeypatch.setattr(calls, "all_reduce", raising(error))
+    note = r"syncbn: an earlier kernel failed; its error surfaced in SyncBatchNorm forward, call 2\..*"
+    with pytest.raises(RuntimeError, match=rf"^SyncBatchNorm: CUDA error: an illegal memory access .*\n{note}\Z"):
+        layer(X)
+
+
+def test_ended_default_groups_leave_two_keys_in_the_store_and_no_object_or_thread() -> None:
+    def threads_and_objects() -> list[object]:
+        gc.collect()
+        threads = [thread for thread in threading.enumerate() if thread.name == "syncbn.watchdog"]
+        return threads + [item for item in gc.get_objects() if isinstance(item, (ThisRank, GroupState, Site))]
+
+    num_before = len(threads_and_objects())
+    store, layer = dist.HashStore(), syncbn.SyncBatchNorm(3)
+    for _ in range(3):
+        dist.init_process_group("fake", store=store, rank=0, world_size=2)
+        for group in (None, dist.new_group(), dist.new_group()):
+            layer.process_group = group
+            layer(X).sum().backward()
+        del group
+        dist.destroy_process_group()
+    del layer
+    wait_until(lambda: len(threads_and_objects()) <= num_before)  # A thread ends at its next poll.
+    assert store.num_keys() == 2  # the keys "position" and "called/SyncBatchNorm" of this rank

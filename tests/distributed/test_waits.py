@@ -1,37 +1,29 @@
-"""Tests of the reports that a rank logs when it waits for another rank.
+"""Tests of the reports that a rank logs when it waits for another rank: when it reports, and which cause comes first.
 
-The tests check when a rank reports a wait and which cause comes first, what it reports after an error, and what it
-reports if the program has replaced the default group. In most tests rank 1 is late until rank 0 has logged the expected
-report. tests/test_reports.py tests the other lines and causes of a report.
+In most tests rank 1 is late until rank 0 has logged the expected report. tests/test_reports.py tests the other lines
+and causes of a report, on one process.
 """
 
-import contextlib
-import gc
 import itertools
 import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import voting
-from jobs import wait_until
 from mixtures import HookedStore
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from training import CountCollectives
 from voting import Ranks, Reports
 
 import syncbn
 from syncbn.ranks import positions, report, watchdog
 from syncbn.ranks.collective import FIRST_WARNING_SECONDS, Collective
-from syncbn.ranks.positions import ThisRank
 from syncbn.ranks.report import RanksDifferError
-from syncbn.ranks.sites import GroupState, Site
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="see test_status.py for waits on GPUs"),
@@ -108,65 +100,14 @@ def test_the_wait_of_one_thread_is_reported_while_another_thread_trains(ranks: R
 # The likeliest cause of a wait.
 
 
-def new_model() -> nn.Sequential:
-    """Return a model whose layers are named linear, bn1 and bn2."""
-    return nn.Sequential(OrderedDict(linear=nn.Linear(3, 3), bn1=nn.BatchNorm1d(3), bn2=nn.BatchNorm1d(3)))
-
-
-def forward(model: nn.Module) -> None:
-    model.y = model(X)
-
-
-def backward(model: nn.Module) -> None:
-    model.y.square().sum().backward()
-
-
 def step(model: nn.Module) -> None:
-    forward(model.train())
-    backward(model)
+    model.train()(X).square().sum().backward()
 
 
 @torch.no_grad()
 def validate(model: nn.Module) -> None:
     """Call the model in training mode, as a validation that has forgotten model.eval()."""
     model(X)
-
-
-def evaluate(model: nn.Module) -> None:
-    model.eval()(X)
-
-
-def step_of_unconverted_model(_: nn.Module) -> None:
-    step(new_model())
-
-
-class Situation(NamedTuple):
-    """Rank 0 waits for rank 1. The report of rank 0 has the positions of both ranks, and then a list of causes. The
-    first of these causes is `cause`."""
-
-    call_0: Callable[[nn.Module], None]  # the call in which rank 0 waits
-    position_0: str
-    early_call_1: Callable[[nn.Module], None] | None  # a call that rank 1 makes at once
-    late_call_1: Callable[[nn.Module], None]  # the call of rank 1 after the report, for which rank 0 waits
-    position_1: str
-    cause: str
-
-
-# Positions of a rank in its first step, after its second step, and in its third step.
-UNSEEN, IN_FORWARD_1 = "has not been seen", "in bn1 forward, call 1"
-AFTER_STEP_2 = "last seen after bn1 backward, call 2"
-EVALUATED = f"{AFTER_STEP_2}; the layer is in evaluation mode now"
-IN_FORWARD_3, IN_BACKWARD_3 = "in bn1 forward, call 3", "in bn2 backward, call 3"
-AFTER_FORWARD_3 = "last seen after bn2 forward, call 3"
-# Name: call and position of rank 0, early call, late call and position of rank 1, first cause.
-SITUATIONS = {
-    "slow loader": Situation(step, IN_FORWARD_3, None, step, AFTER_STEP_2, report.LATE),
-    "validation in training mode": Situation(validate, IN_FORWARD_3, None, forward, AFTER_STEP_2, report.EXTRA_CALL),
-    "FLOPs counted before training": Situation(validate, IN_FORWARD_1, None, forward, UNSEEN, report.EXTRA_CALL),
-    "evaluation on one rank": Situation(step, IN_FORWARD_3, evaluate, step, EVALUATED, report.EVALUATION),
-    "model not converted": Situation(step, IN_FORWARD_1, step_of_unconverted_model, step, UNSEEN, report.NOT_CONVERTED),
-    "backward left out": Situation(step, IN_BACKWARD_3, forward, backward, AFTER_FORWARD_3, report.OTHER_LAYERS),
-}
 
 
 def expected_report(position_0: str, position_1: str, cause: str) -> str:
@@ -176,114 +117,38 @@ def expected_report(position_0: str, position_1: str, cause: str) -> str:
     return f"{lines}Possible causes:\n- {re.escape(cause)}"
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
-def test_the_likeliest_cause_of_a_wait_comes_first(ranks: Ranks, reports: Reports, name: str) -> None:
-    situation = SITUATIONS[name]
+UNSEEN, AFTER_STEP_2 = "has not been seen", "last seen after bn1 backward, call 2"
+EVALUATED = f"{AFTER_STEP_2}; the layer is in evaluation mode now"
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "late_call", "evaluates", "position_of_rank_1", "cause"),
+    [
+        pytest.param(2, step, False, AFTER_STEP_2, report.LATE, id="slow loader"),
+        pytest.param(2, validate, False, AFTER_STEP_2, report.EXTRA_CALL, id="validation in training mode"),
+        pytest.param(0, validate, False, UNSEEN, report.EXTRA_CALL, id="FLOPs counted before training"),
+        pytest.param(2, step, True, EVALUATED, report.EVALUATION, id="evaluation on one rank"),
+        pytest.param(0, step, False, UNSEEN, report.NOT_CONVERTED, id="model not converted"),
+    ],
+)
+def test_the_likeliest_cause_of_a_wait_comes_first(
+    ranks: Ranks, reports: Reports, num_steps: int, late_call: Callable[[nn.Module], None], evaluates: bool,
+    position_of_rank_1: str, cause: str,
+) -> None:  # fmt: skip
+    """After some steps of both ranks, rank 0 waits in a call that rank 1 makes later. `evaluates`: rank 1 has called
+    the model in evaluation mode before."""
     voting.world.replace_group()  # The store then has no positions.
-    model = syncbn.convert_syncbn_model(new_model())
-    if situation.position_0 != IN_FORWARD_1:  # Rank 0 waits in the third step of training.
+    layers = OrderedDict(linear=nn.Linear(3, 3), bn1=nn.BatchNorm1d(3), bn2=nn.BatchNorm1d(3))
+    model = syncbn.convert_syncbn_model(nn.Sequential(layers))
+    for _ in range(num_steps):
         step(model)
-        step(model)
     dist.barrier()
-    if ranks.rank == 0:
-        situation.call_0(model)
-    else:
-        if situation.early_call_1 is not None:
-            situation.early_call_1(model)
-        reports.wait_for(expected_report(situation.position_0, situation.position_1, situation.cause))
-        situation.late_call_1(model)
+    if ranks.rank == 1:
+        if evaluates:
+            model.eval()(X)
+        reports.wait_for(expected_report(f"in bn1 forward, call {num_steps + 1}", position_of_rank_1, cause))
+    late_call(model)
     dist.barrier()
-
-
-# Errors of one rank, and of the store.
-
-
-def run_out_of_memory(*_: object) -> None:
-    raise MemoryError("no room")
-
-
-@pytest.mark.parametrize("context", [contextlib.nullcontext, CountCollectives], ids=["fast path", "dispatched"])
-@pytest.mark.parametrize("failing", ["forward", "backward"])
-def test_an_error_in_a_pass_is_recorded_in_the_position(
-    ranks: Ranks, failing: str, context: Callable[[], Any], wrap_all_reduce: Callable[..., None]
-) -> None:
-    """Ranks that wait for this rank report the error. Here all ranks fail, so that no rank waits."""
-    layer = syncbn.SyncBatchNorm(3)
-    # A backward fails when it unpacks a saved tensor, and a forward fails in the all_reduce.
-    with saved_tensors_hooks(pack_hook=lambda tensor: tensor, unpack_hook=run_out_of_memory):
-        y = layer(X)
-    if failing == "forward":
-        wrap_all_reduce(run_out_of_memory)
-    with context(), pytest.raises(MemoryError):
-        layer(X) if failing == "forward" else y.sum().backward()
-    assert watchdog.this_rank().position().error == "has raised MemoryError: no room"
-    dist.barrier()
-
-
-def test_a_gpu_error_gets_a_note_and_no_report(ranks: Ranks, wrap_all_reduce: Callable[..., None]) -> None:
-    """CUDA may raise the error of an earlier kernel in syncbn's collective, although no rank is late."""
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    layer = syncbn.SyncBatchNorm(3)
-    layer(X)
-    wrap_all_reduce(fail)
-    note = r"syncbn: an earlier kernel failed; its error surfaced in SyncBatchNorm forward, call 2\..*"
-    with pytest.raises(RuntimeError, match=rf"^SyncBatchNorm: CUDA error: an illegal memory access .*\n{note}\Z"):
-        layer(X)
-
-
-@pytest.mark.parametrize("is_stopped", [False, True])
-@pytest.mark.parametrize("difference", ["dtypes", "bad argument"])
-def test_a_rank_reports_its_own_position_if_the_store_does_not_answer(
-    ranks: Ranks, set_seconds: Callable[..., None], is_stopped: bool, difference: str
-) -> None:
-    """The process of the store may have ended, or may be stopped. A rank waits for the store for a bounded time."""
-    set_seconds(ANSWER_SECONDS=0.2, READ_SECONDS=0.2)  # how long a rank waits for other ranks and for the store
-    voting.world.replace_group()  # In the new group the test replaces syncbn's store.
-    layer, continued = syncbn.SyncBatchNorm(3), threading.Event()
-    layer(X)
-
-    def fail(_: str) -> None:
-        if is_stopped:
-            continued.wait()
-        raise RuntimeError("Broken pipe")
-
-    this_rank = watchdog.this_rank()
-    this_rank.store = HookedStore(this_rank.store, fail)
-    shown = [report.STORE_UNKNOWN, report.STORE_UNKNOWN]
-    shown[ranks.rank] = "in SyncBatchNorm forward, call 2"
-    lines = f"rank 0: {shown[0]}\nrank 1: {shown[1]}\n"
-    input_of_rank_1 = X.double() if difference == "dtypes" else X[:, :2]
-    if difference == "dtypes":
-        error, message = RanksDifferError, rf"not all ranks have reported\.\n{lines}"
-    elif ranks.rank == 1:
-        error, message = ValueError, "expected 3 channels"
-    else:
-        error, message = RuntimeError, rf"^syncbn: another rank has a bad argument\.\n{lines}"
-    with pytest.raises(error, match=message):
-        layer(input_of_rank_1 if ranks.rank == 1 else X)
-    continued.set()
-    voting.world.replace_group()  # Later tests need a store that answers.
-
-
-# Default groups, one after another.
-
-
-@pytest.fixture
-def use_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[dist.Store], None]:
-    """Return a function that makes syncbn use one store for all later default groups, as it does under torchrun.
-
-    A process numbers the default groups in which a layer has been called. By the number a rank notices that another
-    rank is in an earlier group. The ranks may have other numbers from earlier tests, so all of them continue at 1000.
-    """
-
-    def use_store(store: dist.Store) -> None:
-        monkeypatch.setattr(positions, "default_store", lambda: store)
-        monkeypatch.setattr(positions, "_default_groups", itertools.count(1000))
-
-    return use_store
 
 
 @pytest.mark.parametrize(
@@ -294,12 +159,16 @@ def use_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[dist.Store], None]:
     ],
 )
 def test_a_late_rank_is_not_compared_with_the_calls_of_an_earlier_model(
-    ranks: Ranks, reports: Reports, use_store: Callable[..., None], replaces_group: bool, position_1: str, cause: str
+    ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch, replaces_group: bool, position_1: str, cause: str
 ) -> None:
     """In a sweep over widths rank 1 is late in the first call of the second model. The store still has the position of
     rank 1 in the first model, and the number of channels of the first model. The report may show this position, and in
     one default group may take rank 1 for a rank with other layers, but must not name the numbers of channels."""
-    use_store(dist.PrefixStore(f"sweep {replaces_group}", voting.world.store))
+    # As under torchrun, syncbn uses one store for all default groups. By the number of its default group a rank notices
+    # that another rank is in an earlier one. Here both ranks begin with the same number.
+    store = dist.PrefixStore(f"sweep {replaces_group}", voting.world.store)
+    monkeypatch.setattr(positions, "default_store", lambda: store)
+    monkeypatch.setattr(positions, "_default_groups", itertools.count(1000))
     for channels in (3, 4):
         if channels == 3 or replaces_group:
             voting.world.replace_group()
@@ -311,24 +180,41 @@ def test_a_late_rank_is_not_compared_with_the_calls_of_an_earlier_model(
     assert "channels over" not in reports.text  # A report with numbers of channels has "with 3 channels over ranks".
 
 
-def test_ended_default_groups_leave_two_keys_in_the_store_and_no_object_or_thread(
-    ranks: Ranks, use_store: Callable[..., None]
-) -> None:
-    def threads_and_objects() -> list[object]:
-        gc.collect()
-        threads = [thread for thread in threading.enumerate() if thread.name == "syncbn.watchdog"]
-        return threads + [item for item in gc.get_objects() if isinstance(item, (ThisRank, GroupState, Site))]
+# A store that does not answer.
 
-    num_before = len(threads_and_objects())
-    store, layer = dist.HashStore(), syncbn.SyncBatchNorm(3)
-    use_store(store)
-    for _ in range(3):
-        voting.world.replace_group()
-        for group in (None, dist.new_group(), dist.new_group()):
-            layer.process_group = group
-            layer(X).sum().backward()
-        del group
-    del layer
-    voting.world.replace_group()
-    wait_until(lambda: len(threads_and_objects()) <= num_before)  # A thread ends at its next poll.
-    assert store.num_keys() == 2  # the keys "position" and "called/SyncBatchNorm" of this rank
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize(
+    ("input_of_rank_1", "errors"),  # `errors`: class and regular expression for ranks 0 and 1
+    [
+        (X.double(), [(RanksDifferError, "and not all ranks have reported.\n{lines}")] * 2),
+        (X[:, :2], [(RuntimeError, "another rank has a bad argument.\n{lines}"), (ValueError, "expected 3 channels")]),
+    ],
+    ids=["dtypes", "bad argument"],
+)
+def test_a_rank_reports_its_own_position_if_the_store_does_not_answer(
+    ranks: Ranks, set_seconds: Callable[..., None], input_of_rank_1: Tensor, errors: list[Any], is_stopped: bool
+) -> None:
+    """The process of the store may have ended, or may be stopped. A rank waits for a stopped store for a bounded time,
+    and does not call an ended store again, because torch prints a C++ backtrace for each call that fails."""
+    set_seconds(ANSWER_SECONDS=0.2, READ_SECONDS=0.2)  # how long a rank waits for other ranks and for the store
+    voting.world.replace_group()  # In the new group the test replaces syncbn's store.
+    layer, continued, methods = syncbn.SyncBatchNorm(3), threading.Event(), list[str]()
+    layer(X)
+
+    def fail(method: str) -> None:
+        methods.append(method)
+        if is_stopped:
+            continued.wait()
+        raise RuntimeError("Broken pipe")
+
+    this_rank = watchdog.this_rank()
+    this_rank.store = HookedStore(this_rank.store, fail)
+    place, other_place = f"rank {ranks.rank}: in SyncBatchNorm forward, call 2", f"rank {1 - ranks.rank}: not known, as"
+    lines = ".*\n".join(sorted((place, other_place)))
+    error, message = errors[ranks.rank]
+    with pytest.raises(error, match=message.format(lines=lines)):
+        layer(input_of_rank_1 if ranks.rank == 1 else X)
+    assert is_stopped or methods == ["set"]
+    continued.set()
+    voting.world.replace_group()  # Later tests need a store that answers.
