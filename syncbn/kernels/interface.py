@@ -55,7 +55,10 @@ ONE_VALUE = 3  # a forward has exactly one value per channel
 
 class StatusWords(NamedTuple):
     """Addresses at which a GPU kernel stores what it finds in a total: int64 words for faults, and the id of the call.
-    After any fault, kernels write neither running statistics nor the counter."""
+
+    After any fault, kernels write neither running statistics nor num_batches_tracked. The torch operations of a
+    dispatched call then also leave the running statistics unchanged, but still increment num_batches_tracked.
+    """
 
     host_address: int  # address of ENDED, FAULT and LOCAL_NOT_FINITE in pinned memory, which the host reads
     device_address: int  # address of a copy of FAULT in the GPU's memory, which later kernels read
