@@ -1,6 +1,5 @@
 """Call the kernels of a back end as a rank does."""
 
-import importlib.metadata
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
@@ -30,16 +29,6 @@ def is_interpreted(kernels: BackEnd) -> bool:
     """Return whether Triton's interpreter runs the kernels. The interpreter truncates values to bfloat16 and to
     subnormal values of float16, which a GPU rounds."""
     return is_triton(kernels) and torch.get_default_device().type == "cpu"
-
-
-def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Triton's interpreter not check each integer operation for overflow, which takes a third of its time. Without
-    `debug` the interpreter ignores the check."""
-    if importlib.metadata.version("triton").startswith("3.6."):  # Other versions may have other names.
-        from triton.runtime import interpreter
-
-        options = interpreter.InterpreterOptions(sanitize_overflow=False)
-        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
 
 
 def draw(num: int, sizes: Sizes, dtype: torch.dtype) -> list[Tensor]:
@@ -87,17 +76,17 @@ def _dtype(tensor: Tensor | None) -> torch.dtype | None:
 
 
 def run_forward(
-    kernels: BackEnd, x: Tensor, total: Tensor | None = None, *, eps: float = EPS, relu: bool = False,
-    weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
-    buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0, status_words: Status = None, single_rank: bool = False,
-    signed: bool = False,
+    kernels: BackEnd, x: Tensor, total: Tensor | None = None, *, weight: Tensor | None = None,
+    bias: Tensor | None = None, residual: Tensor | None = None, buffers: Buffers = NO_BUFFERS,
+    momentum: float | None = 0.0, status_words: Status = None, signed: bool = False, **fields: Any,
 ) -> ForwardResult:  # fmt: skip
-    """Run a forward of this rank. `total` is the sum of the payloads of all ranks, by default of this rank alone."""
+    """Run a forward of this rank. `total` is the sum of the payloads of all ranks, by default of this rank alone.
+    `fields` are fields of the config that do not follow from the other arguments."""
     running_mean, running_var, counter = buffers
+    fields = {"eps": EPS, "has_counter": counter is not None, "averages": momentum is None} | fields
     config = forward_config(
-        x, eps=eps, relu=relu, has_residual=residual is not None, weight_dtype=_dtype(weight), bias_dtype=_dtype(bias),
-        mean_dtype=_dtype(running_mean), var_dtype=_dtype(running_var), has_counter=counter is not None,
-        averages=momentum is None, single_rank=single_rank,
+        x, has_residual=residual is not None, weight_dtype=_dtype(weight), bias_dtype=_dtype(bias),
+        mean_dtype=_dtype(running_mean), var_dtype=_dtype(running_var), **fields,
     )  # fmt: skip
     kernel = kernels.Forward(config)
     local = kernel.forward_sums(x, SIGNATURE, COUNT) if signed else kernel.forward_sums(x)
@@ -108,17 +97,15 @@ def run_forward(
 
 def run_backward(
     kernels: BackEnd, dy: Tensor, x: Tensor, statistics: Tensor, total: Tensor | None = None, *, relu: bool = False,
-    y: Tensor | None = None, weight: Tensor | None = None, needs_x: bool = True, needs_residual: bool = False,
-    status_words: Status = None, single_rank: bool = False, signed: bool = False,
+    y: Tensor | None = None, weight: Tensor | None = None, status_words: Status = None, signed: bool = False,
+    needs_x: bool = True, **fields: Any,
 ) -> BackwardResult:  # fmt: skip
     """Run a backward of this rank. The mask of a relu is computed from `y`, or from x if `y` is None."""
     relu_mask = ReluMask.NONE
     if relu:
         relu_mask = ReluMask.FROM_X if y is None else ReluMask.FROM_Y
-    config = BackwardConfig(
-        Layout.of(x, 1), x.dtype, x.device, relu_mask, _dtype(weight), grad_weight_dtype=torch.float64,
-        grad_bias_dtype=torch.bfloat16, needs_x=needs_x, needs_residual=needs_residual, single_rank=single_rank,
-    )  # fmt: skip
+    layout, dtypes = Layout.of(x, 1), (_dtype(weight), torch.float64, torch.bfloat16)
+    config = BackwardConfig(layout, x.dtype, x.device, relu_mask, *dtypes, needs_x=needs_x, **fields)
     kernel, saved = kernels.Backward(config), (x, weight, statistics, y)
     signature: tuple[int, Tensor | None] = (UNSIGNED, None)
     if signed:  # cpu.py gets a signature that already contains the id of the call.
@@ -130,14 +117,14 @@ def run_backward(
 
 
 def run_both(
-    kernels: BackEnd, dy: Tensor, x: Tensor, *, relu: bool = False, weight: Tensor | None = None,
-    residual: Tensor | None = None, totals: tuple[Tensor | None, Tensor | None] = (None, None),
-    needs_residual: bool = True, single_rank: bool = False, signed: bool = False, **arguments: Any,
+    kernels: BackEnd, dy: Tensor, x: Tensor, *, relu: bool = False, residual: Tensor | None = None,
+    needs_residual: bool = True, totals: tuple[Tensor | None, Tensor | None] = (None, None), bias: Tensor | None = None,
+    buffers: Buffers = NO_BUFFERS, eps: float = EPS, **common: Any,
 ) -> tuple[ForwardResult, BackwardResult]:  # fmt: skip
     """Run forward and backward of this rank. Backward computes the gradient of a residual if there is a relu: without
-    one the gradient is dy. The other arguments are those of `run_forward`."""
-    common = {"relu": relu, "weight": weight, "single_rank": single_rank, "signed": signed}
-    forward = run_forward(kernels, x, totals[0], residual=residual, **common, **arguments)
+    one the gradient is dy."""
+    common["relu"] = relu
+    forward = run_forward(kernels, x, totals[0], residual=residual, bias=bias, buffers=buffers, eps=eps, **common)
     y, needs_residual = (None, False) if residual is None else (forward.y, needs_residual and relu)
     backward = run_backward(kernels, dy, x, forward.statistics, totals[1], y=y, needs_residual=needs_residual, **common)
     return forward, backward

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from equal_to_torch import clear_kernel_caches
-from kernel_calls import interpret_faster
 from torch import Tensor
 
 from syncbn import kernel_cache, payload, torch_internals
@@ -95,7 +94,6 @@ def play(
     gpu, back_end = SimpleNamespace(stream=0), sys.modules[__name__]
     is_available = IS_INTERPRETED or cpu.load() is None
     if IS_INTERPRETED:
-        interpret_faster(monkeypatch)
         back_end = importlib.import_module("syncbn.kernels.gpu")
     clear_kernel_caches(monkeypatch)
     for target, name, value in (

@@ -15,8 +15,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-import triton
-from gpu_static import GPUS, Launch, clear_triton_caches, programs_at_once, read, recorded, stand_in_driver
+from gpu_static import GPUS, Launch, programs_at_once, read, recorded
 
 import syncbn
 from syncbn import kernel_cache
@@ -29,20 +28,15 @@ RESNET = [(64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Treat CPU tensors as tensors of an H100. Return the names of launched kernels, which are compiled but not run."""
-    names: list[str] = []
-    driver = stand_in_driver(90, lambda source, metadata, *arguments: names.append(metadata.name))
-    monkeypatch.setattr(gpu, "compiled_kernels", {})
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """Treat CPU tensors as tensors of an H100. Return the launches of kernels, which are compiled but not run."""
     monkeypatch.setattr(kernel_cache, "fast_path_back_end", lambda config: gpu)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     clear_kernel_caches(monkeypatch)
-    clear_triton_caches()
-    yield names
+    with recorded(90) as (_, launches):
+        yield launches
     clear_kernel_caches(monkeypatch)
-    clear_triton_caches()
 
 
 def step(channels: int, size: int, channels_last: bool, batch: int = 8) -> None:
@@ -54,8 +48,8 @@ def step(channels: int, size: int, channels_last: bool, batch: int = 8) -> None:
 @pytest.mark.parametrize(("channels_last", "num_compiled"), [(True, 6), (False, 10)])
 @pytest.mark.parametrize(("num_ranks", "num_launches"), [(1, [6]), (2, [7, 8])])  # An eighth adds partial sums.
 def test_a_resnet_compiles_and_launches_as_few_kernels_as_documented(
-    launched: list[str], request: pytest.FixtureRequest, num_ranks: int, num_launches: list[int], channels_last: bool,
-    num_compiled: int,
+    launched: list[Launch], request: pytest.FixtureRequest, num_ranks: int, num_launches: list[int],
+    channels_last: bool, num_compiled: int,
 ) -> None:  # fmt: skip
     """Kernels are compiled for dtypes and layouts, not for each size."""
     if num_ranks > 1:
@@ -64,12 +58,12 @@ def test_a_resnet_compiles_and_launches_as_few_kernels_as_documented(
     for batch, (channels, size) in enumerate(RESNET, start=4):  # Each layer gets another batch size, too.
         launched.clear()
         step(channels, size, channels_last, batch)
-        assert len(launched) in num_launches, launched
+        assert len(launched) in num_launches
     assert len(gpu.compiled_kernels) == num_compiled, "update the docstring of gpu.py"
 
 
 @pytest.mark.parametrize("offsets", [(0, 1), (1, 0)])
-def test_a_tensor_at_an_unaligned_address_gets_its_own_kernel(launched: list[str], offsets: tuple[int, int]) -> None:
+def test_a_tensor_at_an_unaligned_address_gets_its_own_kernel(launched: list[Launch], offsets: tuple[int, int]) -> None:
     """A kernel that is compiled for addresses that are multiples of 16 would fail at other addresses."""
     storage, num_compiled = torch.empty(1 + 8 * 32), []
     for offset in offsets:
@@ -78,20 +72,20 @@ def test_a_tensor_at_an_unaligned_address_gets_its_own_kernel(launched: list[str
     assert num_compiled[0] < num_compiled[1]
 
 
-def test_a_profiled_step_launches_the_same_kernels(launched: list[str], fake_group: dist.ProcessGroup) -> None:
+def test_a_profiled_step_launches_the_same_kernels(launched: list[Launch], fake_group: dist.ProcessGroup) -> None:
     """A profiler must measure the step that trains."""
     step(64, 28, channels_last=True)
-    expected = launched.copy()
+    expected = [launch.metadata.name for launch in launched]
     launched.clear()
     with torch.profiler.profile(acc_events=True) as profile:
         step(64, 28, channels_last=True)
-    assert launched == expected
+    assert [launch.metadata.name for launch in launched] == expected
     names = {event.name for event in profile.events()}
     assert {"syncbn.forward", "_StepBackward"} <= names
     assert not any(name.startswith("syncbn::") for name in names), "the step has called operators"
 
 
-def test_a_gpu_whose_kernels_write_nothing_is_rejected(launched: list[str]) -> None:
+def test_a_gpu_whose_kernels_write_nothing_is_rejected(launched: list[Launch]) -> None:
     with pytest.raises(RuntimeError, match=r"the kernels compute wrong values: expected .* got"):
         select._try_triton(torch.device("cpu"))
     assert launched

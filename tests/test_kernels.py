@@ -7,20 +7,23 @@ contributed. Tests that do not parametrize `kernels` run with every back end. te
 import itertools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import kernel_calls
 import pytest
 import torch
+import torch.nn.functional as F
+from equal_to_torch import strided_copy
 from jobs import run
-from kernel_calls import DTYPES, EPS, Sizes, is_interpreted, run_backward, run_both, run_forward
+from kernel_calls import DTYPES, Sizes, is_interpreted, run_backward, run_both, run_forward
 from oracle import HARD_INPUTS, full_batch, hard_case, relative_error
+from torch import Tensor
 
 from syncbn import payload
 from syncbn.kernels import interface, reference
 from syncbn.kernels.interface import BackEnd, ReluMask
-from syncbn.statistics import from_sums as statistics_from_sums
-from syncbn.statistics import unpack, update_buffers
+from syncbn.statistics import unpack
 
 # Sizes are (outer, channels, inner). A run is `inner` contiguous values of a channel. A row is the runs of all channels
 # at one outer index. cpu.cpp processes runs if inner is at least 32, and otherwise rows, several at once if they are
@@ -153,10 +156,10 @@ def test_sums_of_16_bit_squares_are_exact(kernels: BackEnd, dtype: torch.dtype, 
     """With a mean of many standard deviations, the variance is a small difference of large squares."""
     torch.manual_seed(0)
     x = torch.randint(large, large + 2, sizes).to(dtype)  # The integers use all significant bits of the dtype.
-    local = run_forward(kernels, x).payload
+    forward = run_forward(kernels, x)
     if not kernel_calls.is_triton(kernels):  # Triton's kernels sum differences from a value near the mean, in float32.
-        assert torch.equal(payload.sums(local)[sizes[1] :], x.double().square().sum((0, 2)))
-    _, var, _, _ = unpack(statistics_from_sums(payload.sums_and_num_values(local), EPS), sizes[1])
+        assert torch.equal(payload.sums(forward.payload)[sizes[1] :], x.double().square().sum((0, 2)))
+    _, var, _, _ = unpack(forward.statistics, sizes[1])
     torch.testing.assert_close(var, x.double().var((0, 2), correction=0), rtol=1e-6, atol=0)
 
 
@@ -239,18 +242,54 @@ def test_running_statistics_have_the_bits_of_the_reference(
         pytest.skip("the interpreter truncates to bfloat16 and to subnormal values")
     num_channels = 70 if kernel_calls.is_triton(kernels) else 2100  # cpu.cpp processes 2,048 channels at once.
     mean, var, *initial = kernel_calls.draw_per_channel(4, num_channels)
-    buffers = [tensor.to(dtype, copy=True) for tensor in initial]
-    expected = [tensor.clone() for tensor in buffers]
-    counter, x = torch.tensor(2), torch.empty(0, num_channels, 1)  # Only the totals matter.
+    buffers = [*(tensor.to(dtype, copy=True) for tensor in initial), torch.tensor(2)]  # The last buffer is the counter.
+    expected_buffers = [tensor.clone() for tensor in buffers]
+    x = torch.empty(0, num_channels, 1)  # Only the totals matter.
     # n = 1, for which layers raise an error, changes no running_var. n = 0 changes only the counter.
     for num_values in (3.0, 1e6, 1.0, 0.0):
         total = payload.from_sums(torch.cat((mean, var.abs() + mean.square())) * num_values, num_values)
-        forward = run_forward(kernels, x, total, buffers=(*buffers, counter), momentum=momentum)
-        statistics = statistics_from_sums(payload.sums_and_num_values(total), EPS)
-        torch.testing.assert_close(forward.statistics, statistics, rtol=1e-12, atol=1e-12)
-        step_momentum = 1 / counter.double() if momentum is None else momentum
-        update_buffers(*expected, None, statistics, step_momentum)  # None: this call updates no counter.
+        actual = run_forward(kernels, x, total, buffers=(*buffers,), momentum=momentum).statistics
+        expected = run_forward(reference, x, total, buffers=(*expected_buffers,), momentum=momentum).statistics
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
         rounding = 1e-6 if is_interpreted(kernels) else 0  # The interpreter passes the momentum in float32.
-        torch.testing.assert_close(buffers, expected, rtol=rounding, atol=rounding)
-    assert counter == 2 + 4
-    assert all(tensor._version == 4 for tensor in (*buffers, counter))
+        torch.testing.assert_close(buffers, expected_buffers, rtol=rounding, atol=rounding)
+    assert buffers[2] == 2 + 4
+    assert all(tensor._version == 4 for tensor in buffers)
+
+
+# Operators
+
+X, ONES = torch.randn(4, 3, 5), torch.ones(3)
+TOTAL, STATISTICS = torch.ones(payload.num_elements(3), dtype=torch.float64), torch.ones(3 * 3 + 4, dtype=torch.float64)
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "forward_sums": (X, 1),
+    "forward_outputs": (X, 1, TOTAL, ONES, ONES, X, 1e-5, True),
+    "backward_sums": (X, X, X, 1, STATISTICS, True, torch.float32, None),
+    "backward_outputs": (X, X, X, 1, TOTAL, STATISTICS, ONES, True, True),
+}
+STRIDED_COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": torch.clone,
+    "channels innermost": lambda x: x.mT.contiguous().mT,
+    "channels outermost": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "another order": lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "not dense": strided_copy,
+    "padded rows": lambda x: F.pad(x.mT, (0, 1))[..., :-1].mT,
+    "overlapping": lambda x: x[:1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("kernels", ["operators"], indirect=True)
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("copy", STRIDED_COPIES.values(), ids=STRIDED_COPIES)
+def test_operators_take_any_strides_and_return_those_of_the_input(
+    kernels: BackEnd, name: str, copy: Callable[[Tensor], Tensor]
+) -> None:
+    """Inductor may pass any strides in each input. If x is not dense, outputs have the strides of a dense copy."""
+    operator, arguments = getattr(kernels, name), ARGUMENTS[name]
+    checks = {} if copy is torch.clone else {"test_utils": "test_faketensor"}  # compares the strides of outputs
+    indices = [index for index, argument in enumerate(arguments) if argument is X]
+    for copied in (indices, *([index] for index in indices)):
+        changed = [copy(X) if index in copied else argument for index, argument in enumerate(arguments)]
+        torch.library.opcheck(operator, tuple(changed), **checks)
+        contiguous = [value.contiguous() if isinstance(value, Tensor) else value for value in changed]
+        torch.testing.assert_close(operator(*changed), operator(*contiguous))
