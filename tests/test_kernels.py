@@ -69,7 +69,7 @@ UNALIGNED_CASES = itertools.product(["cpu"], [(3, 2, 67), (35, 13, 1)], DTYPES, 
 @pytest.mark.parametrize(
     ("kernels", "sizes", "dtype", "options"), [*CASES, *UNALIGNED_CASES], indirect=["kernels"], ids=str
 )
-def test_results_are_those_of_the_reference_in_float64(
+def test_forward_and_backward_equal_the_reference_in_float64(
     kernels: BackEnd, sizes: Sizes, dtype: torch.dtype, options: str
 ) -> None:
     """The totals are sums over all ranks, so they may be any numbers. Here they do not depend on x and dy."""
