@@ -67,10 +67,6 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if not (is_interpreted or torch.cuda.is_available()):
             pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
-        if is_interpreted:
-            from kernel_calls import interpret_faster  # scripts/package.sh copies this file without kernel_calls.py
-
-            interpret_faster(monkeypatch)
         with torch.device("cpu" if is_interpreted else "cuda"), warnings.catch_warnings():
             # NumPy warns of infinities and scalars in the interpreter.
             warnings.simplefilter("ignore", RuntimeWarning)

@@ -1,6 +1,5 @@
-"""Call the kernels of a back end as a rank does, and compare the results with float64."""
+"""Call the kernels of a back end as a rank does."""
 
-import importlib.metadata
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
@@ -8,15 +7,18 @@ import torch
 from torch import Tensor
 
 from syncbn import payload
+from syncbn.kernels import cpu
 from syncbn.kernels.interface import NO_BUFFERS, BackEnd, BackwardConfig, Buffers, ForwardConfig, ReluMask, Status
 from syncbn.kernels.layout import Layout
+from syncbn.payload import UNSIGNED
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EPS = 1e-5
+# The largest signature, a count of more than 32 bits, and the id of a call: what `signed` kernels write in payloads.
+SIGNATURE, COUNT, CALL_ID = 2**26 - 1, 2**40 + 1, 200
 Sizes: TypeAlias = tuple[int, int, int]  # outer, channels, inner
 
 TRITON = pytest.param("triton", marks=pytest.mark.triton)
-only_cpu = pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
 
 
 def is_triton(kernels: BackEnd) -> bool:
@@ -29,33 +31,16 @@ def is_interpreted(kernels: BackEnd) -> bool:
     return is_triton(kernels) and torch.get_default_device().type == "cpu"
 
 
-def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip two steps that take half of the time of Triton's interpreter and change no result.
-
-    The interpreter checks each integer operation for overflow, but ignores the check without `debug`. In each function
-    call the interpreter patches Triton's language, although the launch has patched it.
-    """
-    if not importlib.metadata.version("triton").startswith("3.6."):
-        return  # Other versions may have other names.
-    import triton.language
-    from triton.runtime import interpreter
-
-    from syncbn.kernels import gpu_channels, gpu_tiles
-
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return function.rewrite()(*args, **kwargs)
-
-    options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
-    # A launch patches the modules that are globals of the kernel. Triton's own functions need a patched `core`.
-    for module in (gpu_channels, gpu_tiles):
-        monkeypatch.setattr(module, "core", triton.language.core, raising=False)
-
-
 def draw(num: int, sizes: Sizes, dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
     return list(torch.randn(num, *sizes, dtype=torch.float64).to(dtype))
+
+
+def unaligned(tensor: Tensor) -> Tensor:
+    """Return a copy that begins one byte after a multiple of the element size, like a tensor that is mapped from a
+    file."""
+    buffer = bytearray(1 + tensor.nbytes)
+    return torch.frombuffer(buffer, dtype=tensor.dtype, offset=1).view(tensor.shape).copy_(tensor)
 
 
 def draw_per_channel(num: int, num_channels: int) -> list[Tensor]:
@@ -70,10 +55,6 @@ def total_of_mean_0_and_var_1(num_channels: int) -> Tensor:
 
 def forward_config(x: Tensor, **fields: Any) -> ForwardConfig:
     return ForwardConfig(Layout.of(x, 1), x.dtype, x.device, **fields)
-
-
-def backward_config(x: Tensor, **fields: Any) -> BackwardConfig:
-    return BackwardConfig(Layout.of(x, 1), x.dtype, x.device, **fields)
 
 
 class ForwardResult(NamedTuple):
@@ -95,19 +76,20 @@ def _dtype(tensor: Tensor | None) -> torch.dtype | None:
 
 
 def run_forward(
-    kernels: BackEnd, x: Tensor, total: Tensor | None = None, *, eps: float = EPS, relu: bool = False,
-    weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
-    buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0, status_words: Status = None, single_rank: bool = False,
+    kernels: BackEnd, x: Tensor, total: Tensor | None = None, *, weight: Tensor | None = None,
+    bias: Tensor | None = None, residual: Tensor | None = None, buffers: Buffers = NO_BUFFERS,
+    momentum: float | None = 0.0, status_words: Status = None, signed: bool = False, **fields: Any,
 ) -> ForwardResult:  # fmt: skip
-    """Run a forward of this rank. `total` is the sum of the payloads of all ranks, by default of this rank alone."""
+    """Run a forward of this rank. `total` is the sum of the payloads of all ranks, by default of this rank alone.
+    `fields` are fields of the config that do not follow from the other arguments."""
     running_mean, running_var, counter = buffers
+    fields = {"eps": EPS, "has_counter": counter is not None, "averages": momentum is None} | fields
     config = forward_config(
-        x, eps=eps, relu=relu, has_residual=residual is not None, weight_dtype=_dtype(weight), bias_dtype=_dtype(bias),
-        mean_dtype=_dtype(running_mean), var_dtype=_dtype(running_var), has_counter=counter is not None,
-        averages=momentum is None, single_rank=single_rank,
+        x, has_residual=residual is not None, weight_dtype=_dtype(weight), bias_dtype=_dtype(bias),
+        mean_dtype=_dtype(running_mean), var_dtype=_dtype(running_var), **fields,
     )  # fmt: skip
     kernel = kernels.Forward(config)
-    local = kernel.forward_sums(x)
+    local = kernel.forward_sums(x, SIGNATURE, COUNT) if signed else kernel.forward_sums(x)
     total = local if total is None else total
     y, statistics, _ = kernel.forward_outputs((x, weight, bias, residual), total, buffers, momentum, status_words)
     return ForwardResult(local, y, statistics)
@@ -115,57 +97,39 @@ def run_forward(
 
 def run_backward(
     kernels: BackEnd, dy: Tensor, x: Tensor, statistics: Tensor, total: Tensor | None = None, *, relu: bool = False,
-    y: Tensor | None = None, weight: Tensor | None = None, needs_x: bool = True, needs_residual: bool = False,
-    status_words: Status = None, single_rank: bool = False,
+    y: Tensor | None = None, weight: Tensor | None = None, status_words: Status = None, signed: bool = False,
+    needs_x: bool = True, **fields: Any,
 ) -> BackwardResult:  # fmt: skip
     """Run a backward of this rank. The mask of a relu is computed from `y`, or from x if `y` is None."""
     relu_mask = ReluMask.NONE
     if relu:
         relu_mask = ReluMask.FROM_X if y is None else ReluMask.FROM_Y
-    config = backward_config(
-        x, relu_mask=relu_mask, weight_dtype=_dtype(weight), grad_weight_dtype=torch.float64,
-        grad_bias_dtype=torch.bfloat16, needs_x=needs_x, needs_residual=needs_residual, single_rank=single_rank,
-    )  # fmt: skip
+    layout, dtypes = Layout.of(x, 1), (_dtype(weight), torch.float64, torch.bfloat16)
+    config = BackwardConfig(layout, x.dtype, x.device, relu_mask, *dtypes, needs_x=needs_x, **fields)
     kernel, saved = kernels.Backward(config), (x, weight, statistics, y)
-    local, grad_weight, grad_bias = kernel.backward_sums(dy, saved)
+    signature: tuple[int, Tensor | None] = (UNSIGNED, None)
+    if signed:  # cpu.py gets a signature that already contains the id of the call.
+        call_id = torch.tensor([CALL_ID], dtype=torch.float64)
+        signature = (SIGNATURE + CALL_ID, None) if kernels is cpu else (SIGNATURE, call_id)
+    local, grad_weight, grad_bias = kernel.backward_sums(dy, saved, *signature)
     gradients = kernel.backward_outputs(dy, saved, local if total is None else total, status_words)
     return BackwardResult(local, grad_weight, grad_bias, *gradients)
 
 
 def run_both(
-    kernels: BackEnd, dy: Tensor, x: Tensor, *, relu: bool = False, weight: Tensor | None = None,
-    residual: Tensor | None = None, single_rank: bool = False, **arguments: Any,
+    kernels: BackEnd, dy: Tensor, x: Tensor, *, relu: bool = False, residual: Tensor | None = None,
+    needs_residual: bool = True, totals: tuple[Tensor | None, Tensor | None] = (None, None), bias: Tensor | None = None,
+    buffers: Buffers = NO_BUFFERS, eps: float = EPS, **common: Any,
 ) -> tuple[ForwardResult, BackwardResult]:  # fmt: skip
-    """Run forward and backward of this rank alone. A `residual` requires `relu`, because backward computes its gradient
-    from the mask of the relu. The other arguments are those of `run_forward`."""
-    common = {"relu": relu, "weight": weight, "single_rank": single_rank}
-    forward = run_forward(kernels, x, residual=residual, **common, **arguments)
-    y, needs_residual = (None, False) if residual is None else (forward.y, True)
-    return forward, run_backward(kernels, dy, x, forward.statistics, y=y, needs_residual=needs_residual, **common)
+    """Run forward and backward of this rank. Backward computes the gradient of a residual if there is a relu: without
+    one the gradient is dy."""
+    common["relu"] = relu
+    forward = run_forward(kernels, x, totals[0], residual=residual, bias=bias, buffers=buffers, eps=eps, **common)
+    y, needs_residual = (None, False) if residual is None else (forward.y, needs_residual and relu)
+    backward = run_backward(kernels, dy, x, forward.statistics, totals[1], y=y, needs_residual=needs_residual, **common)
+    return forward, backward
 
 
 def assert_identical(actual: Any, expected: Any) -> None:
     """Compare tensors, or tuples of tensors, without a tolerance. NaN equals NaN."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def assert_elements_close(actual: Tensor, expected: Tensor) -> None:
-    """Compare within one rounding to the dtype of `actual`, and several roundings of terms that may cancel, which the
-    kernels compute in float32 or float64."""
-    assert not actual.isnan().any(), "an element was left unwritten"
-    eps = torch.finfo(actual.dtype).eps
-    eps_of_terms = min(eps, torch.finfo(torch.float32).eps)
-    torch.testing.assert_close(actual.double(), expected, rtol=eps, atol=32 * eps_of_terms)
-
-
-def assert_sums_close(kernels: BackEnd, dtype: torch.dtype, actual: Tensor, terms: tuple[Tensor, Tensor]) -> None:
-    """Compare the two sums of a payload with the sums of two float64 tensors, `terms`.
-
-    Relative to the sum of the magnitudes, the error may be 1e-14, many roundings of float64. If kernels add the first
-    few values in float32, the error may be 2^-22, four roundings of float32.
-    """
-    assert actual.dtype == torch.float64
-    uses_float32 = dtype.itemsize == 2 or (dtype == torch.float32 and is_triton(kernels))
-    for sums, term in zip(payload.sums(actual).chunk(2), terms, strict=True):
-        allowed = (2.0**-22 if uses_float32 else 1e-14) * term.abs().sum((0, 2))
-        assert ((sums - term.sum((0, 2))).abs() <= allowed).all()

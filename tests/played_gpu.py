@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from equal_to_torch import clear_kernel_caches
-from kernel_calls import interpret_faster
 from torch import Tensor
 
 from syncbn import kernel_cache, payload, torch_internals
@@ -59,7 +58,6 @@ def play(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     the current stream. A test sets it to None for a stream that captures a CUDA graph."""
     gpu, back_end = SimpleNamespace(stream=0), SimpleNamespace(Forward=Forward, Backward=reference.Backward)
     if IS_INTERPRETED:
-        interpret_faster(monkeypatch)
         back_end = importlib.import_module("syncbn.kernels.gpu")
     clear_kernel_caches(monkeypatch)
     for target, name, value in (

@@ -1,10 +1,13 @@
-"""Tests that a call gets the kernels of its own tensors, options and mode, whichever kernels are cached.
+"""Tests the kernels that a call gets: those of its own tensors, options and mode, whichever kernels are cached.
 
-FAST lists calls that take the fast path, and DISPATCHED lists calls that get dispatched kernels.
+FAST lists calls that take the fast path, and DISPATCHED lists calls that get dispatched kernels. Tests at the end of
+the file select the kernels of a device, or give the reason why it has none.
 """
 
+import os
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 import syncbn
 from syncbn import kernel_cache
 from syncbn.functional import sync_batch_norm
+from syncbn.kernels import cpu, select
 from syncbn.kernels.interface import BackwardKernels, ForwardKernels
 from syncbn.torch_internals import is_wrapped
 
@@ -137,22 +141,21 @@ for name in ("input", "z", *PER_CHANNEL):
         calls[f"{kind}: {name}"] = {name: tensor}
 
 
-@pytest.mark.parametrize("changed", FAST.values(), ids=FAST)
-def test_a_call_that_differs_from_cached_calls_gets_cached_kernels_of_its_own(changed: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("changed", "is_fast"),
+    [(changed, calls is FAST) for calls in (FAST, DISPATCHED) for changed in calls.values()],
+    ids=[*FAST, *DISPATCHED],
+)
+def test_a_call_that_differs_from_cached_calls_gets_kernels_of_its_own(
+    changed: dict[str, object], is_fast: bool
+) -> None:
     """The cached kernels of other calls are for other dtypes, strides or options."""
     for _ in range(2):
         check_step(arguments())
-        assert took_fast_path(check_step(arguments(**changed)))
+        assert took_fast_path(check_step(arguments(**changed))) == is_fast
     num_before = num_selections()
     check_step(arguments(**changed))
-    assert num_selections() == num_before
-
-
-@pytest.mark.parametrize("changed", DISPATCHED.values(), ids=DISPATCHED)
-def test_tensors_and_options_that_direct_kernels_cannot_take_get_dispatched_kernels(changed: dict[str, object]) -> None:
-    for _ in range(2):
-        check_step(arguments())
-        assert not took_fast_path(check_step(arguments(**changed)))
+    assert num_selections() == num_before or not is_fast, "direct kernels were not cached"
 
 
 @pytest.mark.parametrize(("changed", "error"), REFUSED.values(), ids=REFUSED)
@@ -225,3 +228,102 @@ def test_a_cache_is_bounded() -> None:
     for stride in range(1, 20):
         cache.get("one more key", (torch.ones(3 * stride)[::stride],))
     assert [*map(len, cache.entries.values())] == [kernel_cache.MAX_ENTRIES_PER_KEY]
+
+
+# The kernels of a device
+
+needs_cpp = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
+
+
+@needs_cpp
+def test_the_variable_syncbn_kernels_forces_torch_operations(syncbn_kernels: str) -> None:
+    """An empty value has no effect. distributed/test_arguments.py tests unknown values."""
+    expected = "cpu: torch operations (SYNCBN_KERNELS=reference)" if syncbn_kernels else "cpu: C++"
+    assert select.available().startswith(expected)
+
+
+@needs_cpp
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("syncbn.kernels.cpu.INTERFACE_VERSION", -1, "another version"),
+        ("syncbn.kernels.cpu.FUNCTIONS", ("no_such_function",), "cannot be loaded"),
+        ("sys.platform", "darwin", "the C++ kernels do not support darwin"),
+    ],
+)
+def test_a_library_that_does_not_fit_is_rejected(
+    name: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An editable install may contain a library that was built before the sources changed."""
+    monkeypatch.setattr(name, value)
+    assert reason in cpu.load.__wrapped__()
+
+
+def test_training_large_inputs_without_kernels_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small inputs and evaluation do not warn."""
+    monkeypatch.setattr(cpu, "load", lambda: "no compiler here")
+    clear_kernel_caches(monkeypatch)
+    layer, large = syncbn.SyncBatchNorm1d(1), torch.randn(250_001, 1)
+    layer(large[:1000])
+    layer.eval()(large)
+    layer.train()
+    with pytest.warns(UserWarning, match="no fast kernels for this cpu device.*no compiler here"):
+        layer(large)
+    layer(large)  # A second warning would be an error, by pyproject.toml.
+
+
+@pytest.fixture
+def try_triton(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Return a mock of the function that tries Triton's kernels on a GPU, and forget the GPUs that were tried."""
+    mock = Mock()
+    monkeypatch.setattr(select, "_try_triton", mock)
+    monkeypatch.setattr(select, "_triton_reasons", {})
+    monkeypatch.setattr(select, "is_capturing", lambda device: False)
+    return mock
+
+
+def reason_no_triton(compiling: bool = False) -> str | None:
+    return select._reason_no_triton(torch.device("cuda", 1), compiling)
+
+
+# An OSError is tried again at once, because another rank may be writing to Triton's cache.
+STALE = OSError(116, "Stale file handle")
+NO_LDCONFIG = FileNotFoundError(2, "No such file", "/sbin/ldconfig")
+NO_COMPILER = FileNotFoundError(2, "No such file", os.environ.get("CC"))  # Triton runs the C compiler in CC.
+
+
+@pytest.mark.parametrize(
+    ("errors", "message", "is_raised"),
+    [
+        ([ModuleNotFoundError("No module named 'triton'", name="triton")], "named 'triton'; install triton", False),
+        ([RuntimeError("sm_13\n and more lines")], "RuntimeError: sm_13", False),
+        ([NO_LDCONFIG, NO_LDCONFIG], "No such file: '/sbin/ldconfig'", False),
+        ([NO_COMPILER, NO_COMPILER], "; set CC to a C compiler", False),
+        ([STALE, STALE], "Stale file handle; set TRITON_CACHE_DIR to a folder on a local disk", True),
+        ([torch.OutOfMemoryError("no memory")], "no memory", True),
+        ([torch.AcceleratorError("CUDA error")], "CUDA error", True),
+    ],
+    ids=str,
+)
+def test_an_error_of_triton_is_the_reason_for_no_kernels_or_is_raised_if_other_ranks_may_not_have_it(
+    errors: list[Exception], message: str, is_raised: bool, try_triton: Mock
+) -> None:
+    """With torch operations on this rank alone, its running statistics would differ from those of the other ranks."""
+    try_triton.side_effect = [*errors, STALE, None]  # The second try of the next call would succeed.
+    if is_raised:
+        with pytest.raises(RuntimeError, match=f"{message}$"):
+            reason_no_triton()
+        assert reason_no_triton() is None
+        assert reason_no_triton() is None, "the GPU was tried again"
+    else:
+        for _ in range(2):
+            assert reason_no_triton().endswith(message)
+
+
+def test_a_gpu_is_not_tried_while_a_graph_is_compiled_or_captured(
+    try_triton: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reason_no_triton(compiling=True) is None
+    monkeypatch.setattr(select, "is_capturing", lambda device: True)
+    assert reason_no_triton() is None
+    assert not try_triton.called
