@@ -62,7 +62,7 @@ constexpr int64_t WIDTH_OF_SUMS = SUMMED + PADDING;
 constexpr int64_t OWN_SCRATCH = 8192;  // doubles on the stack, used if the caller passes no scratch
 constexpr int64_t TIMES_N = 4;  // N_COPIES of statistics.py: n is stored four times
 
-// Positions in the trailer that follows the 2 C sums of a payload, see payload.py. tests/test_payload.py compares them.
+// Positions in the trailer that follows the 2 C sums of a payload, see payload.py. tests/test_kernels.py compares them.
 enum Trailer : int64_t { NUM_VALUES, COUNT, IS_SIGNED, SIGNATURE, SQUARE };
 
 int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }

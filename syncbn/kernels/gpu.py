@@ -4,8 +4,9 @@ gpu_tiles.py contains the kernels that process whole tensors, gpu_channels.py th
 check totals. A pass takes three launches, or four with an all_reduce (three in a forward with one partial sum per
 channel); with momentum=None torch also copies the counter. The host never waits for the GPU. Triton compiles kernels
 for dtypes and layouts, not for each size: a ResNet-50 in bfloat16 compiles 6 kernels in channels last and 10 in
-contiguous layout, and 2 more with a group. scripts/gpu_static.py reads their machine code: no kernel spills, and no
-kernel that writes outputs uses float64.
+contiguous layout, and 2 more with a group. scripts/gpu_static.py reads their machine code: none of these kernels spills
+registers, and none that writes outputs uses float64. The sums of a backward spill with a residual, or with a relu in
+float64.
 """
 
 import ctypes
