@@ -98,7 +98,7 @@ RUN_ELSEWHERE = {
     "graph = torch.cuda.CUDAGraph()": "a GPU; tests/test_gpu.py captures a step",
     "from opacus.validators": "scripts/libraries.py runs the block where Opacus is installed",
     "class Trainer(DetectionTrainer)": "nothing: ultralytics starts ranks on GPUs only",
-    "def configure_model(self)": "tests/test_lightning.py runs both blocks",
+    "def configure_model(self)": "tests/distributed/test_recipes.py runs both blocks",
     "def test_trains_as_one": "tests/test_testing.py calls the function of the block",
 }
 

@@ -52,7 +52,7 @@ def compare_with_one_rank(ranks: Ranks, *first_sizes: int) -> syncbn.SyncBatchNo
     return layer
 
 
-# More: test_fuzz.py (random layers), test_ddp.py, test_fsdp.py.
+# More: test_fuzz.py (random layers), test_wrappers.py.
 def test_promise_1_w_ranks_equal_one(ranks: Ranks) -> None:
     """W ranks equal one rank that holds the concatenated batch: outputs, grad_input, running statistics; and
     grad_weight and grad_bias after summing over ranks."""
@@ -85,7 +85,7 @@ def test_promise_1_holds_for_nan_and_infinity(ranks: Ranks, bad: float) -> None:
     torch.testing.assert_close(layer.cpu().state_dict(), alone.state_dict(), equal_nan=True)
 
 
-# More: test_derivatives.py (second derivatives), test_step.py, test_activation_checkpointing.py, test_compile.py.
+# More: test_derivatives.py (second derivatives), test_step.py, test_wrappers.py (checkpointing), test_compile.py.
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # CommDebugMode's own hook on the layer
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, CommDebugMode], ids=["fast path", "dispatched kernels"])
 def test_promise_2_one_collective_each_way(ranks: Ranks, mode: Callable[[], Any]) -> None:
