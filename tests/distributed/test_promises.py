@@ -183,7 +183,7 @@ def test_promise_6_outputs_have_the_dtype_of_the_input_and_buffers_keep_theirs(
     torch.testing.assert_close((layer.running_mean.cpu(), layer.running_var.cpu()), expected, rtol=0, atol=0)
 
 
-# More: test_convert.py, test_recipes.py (FSDP checkpoints).
+# More: test_convert.py, test_wrappers.py (checkpoints of FSDP2).
 def test_promise_7_checkpoints_load_both_ways(ranks: Ranks) -> None:
     """The keys of a state_dict are those of nn.BatchNorm, so checkpoints load both ways."""
     layer, plain = syncbn.SyncBatchNorm2d(C, device=ranks.device), nn.BatchNorm2d(C, device=ranks.device)

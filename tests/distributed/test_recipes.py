@@ -4,12 +4,10 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from guides import NAMES, ROOT, code_block, python_blocks, run_block, run_code
 from running_statistics import merge_running_stats, recompute_running_stats
@@ -50,18 +48,12 @@ def assert_equals_one_process(ranks: Ranks, sizes: list[int], recipe: Callable[[
     number of samples of each rank.
 
     Each rank computes the results of one process itself. It runs the recipe on all samples with process_group=1: its
-    layers then do not synchronise, and DDP averages gradients that are equal on all ranks.
+    layers then do not synchronise. Gradients and numbers of samples are then equal on all ranks, so all_reduces and DDP
+    change neither their averages nor their ratios.
     """
     samples = ranks.local_slice(sizes)
     all_rows, expected_tensors = recipe(slice(None), 1)
     assert_close(recipe(samples, None), ([rows[samples] for rows in all_rows], expected_tensors))
-
-
-def world(ranks: Ranks, process_group: int | None) -> dict[str, Any]:
-    """Return `world_size` and `dist` for a recipe. With process_group=1 they describe a job of one process."""
-    if process_group is None:
-        return {"world_size": ranks.size, "dist": dist}
-    return {"world_size": 1, "dist": SimpleNamespace(get_world_size=lambda: 1, all_reduce=lambda tensor: None)}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -164,7 +156,7 @@ def test_a_step_has_the_gradients_and_buffers_of_one_process(ranks: Ranks, name:
 
     def train(samples: slice, process_group: int | None) -> Results:
         model = syncbn.convert_syncbn_model(copy.deepcopy(initial_model), process_group)
-        variables = {"model": model, "ddp": DistributedDataParallel(model)} | world(ranks, process_group)
+        variables = {"model": model, "ddp": DistributedDataParallel(model), "world_size": ranks.size}
         variables = run_code(step, **variables, **{key: tensor[samples] for key, tensor in batch.items()})
         # The recipe of torch.func stores the gradients in a variable, the other recipes in the parameters.
         return [], variables.get("gradients", gradients(model)) | dict(model.named_buffers())
@@ -281,26 +273,14 @@ def test_a_model_is_converted_then_compiled_then_wrapped(ranks: Ranks) -> None:
     assert unequal(gradients(model) | dict(model.named_buffers())) == []
 
 
-def test_a_gathered_fsdp2_checkpoint_has_the_whole_tensors_of_the_unsharded_model(ranks: Ranks) -> None:
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    names = run_block("torch_features.md", "fully_shard(model, mesh", build_model=small_model, mesh=mesh)
-    model = names["model"]
-    assert isinstance(model[0][1], syncbn.SyncBatchNorm2d)
-    assert all(parameter.to_local().numel() < parameter.numel() for parameter in model.parameters())
-    checkpoint = names["get_model_state_dict"](model, options=names["StateDictOptions"](full_state_dict=True))
-    assert_close(checkpoint, small_model().state_dict(), rtol=0, atol=0)
-
-
 @pytest.mark.two_ranks
 @pytest.mark.filterwarnings("ignore")  # Lightning advises to use workers, a validation loader and other things.
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_lightning_trains_as_one_process(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     """The strategy ddp copies the model, and fsdp2 shards it. An epoch has one batch."""
     lightning = pytest.importorskip("lightning.pytorch", reason="not installed (pip install syncbn[test])")
-    ddp_block, fsdp2_block = (
-        code for code in python_blocks(ROOT / "docs/works_with.md") if "def configure_model" in code
-    )
-    names = run_code(fsdp2_block if strategy == "fsdp2" else ddp_block, FSDPModule=FSDPModule, fully_shard=fully_shard)
+    blocks = [code for code in python_blocks(ROOT / "docs/works_with.md") if "def configure_model" in code]
+    names = run_code(blocks[strategy == "fsdp2"], FSDPModule=FSDPModule, fully_shard=fully_shard)
 
     class Net(lightning.LightningModule):
         def __init__(self) -> None:
@@ -324,8 +304,8 @@ def test_lightning_trains_as_one_process(ranks: Ranks, tmp_path: Path, strategy:
     loader = DataLoader(TensorDataset(images, labels), batch_size=2)  # Lightning adds a DistributedSampler.
     if strategy == "fsdp2":
         strategy = lightning.strategies.ModelParallelStrategy(ranks.size, 1, save_distributed_checkpoint=False)
-    output = {"default_root_dir": tmp_path, "logger": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(accelerator="cpu", devices=ranks.size, max_epochs=4, strategy=strategy, **output)
+    options = {"accelerator": "cpu", "devices": ranks.size, "strategy": strategy, "default_root_dir": tmp_path}
+    trainer = lightning.Trainer(**options, max_epochs=4, logger=False, enable_progress_bar=False)
     trainer.fit(model, loader)
     trainer.validate(model, loader, verbose=False)  # This calls configure_model again.
     if ranks.rank == 0:
@@ -376,14 +356,12 @@ def test_batch_renorm_trains_as_in_one_process(ranks: Ranks) -> None:
         # The code of the block reads its globals from `names`.
         names["sync_batch_stats"] = functools.partial(sync_batch_stats, process_group=process_group)
         layer = syncbn.convert_syncbn_model(names["BatchRenorm1d"](5))
-        for batch in batches:
-            x = batch[samples].clone().requires_grad_()
-            y = layer(x)
-            y.pow(3).sum().backward()
+        x = batches[:, samples].clone().requires_grad_()
+        outputs = [layer(batch) for batch in x]
+        torch.cat(outputs).pow(3).sum().backward()
         if process_group is None:
             assert syncbn.summary(layer)[0].last_step == f"synchronised over {ranks.size} ranks"
-        # The outputs and gradients are those of the last batch.
-        return [y, x.grad, layer.eval()(x)], dict(layer.named_buffers())
+        return [*outputs, *x.grad, layer.eval()(x[0])], dict(layer.named_buffers())
 
     assert_equals_one_process(ranks, [4] * ranks.size, train)
 

@@ -1,7 +1,6 @@
 """Tests that a converted model trains like one process under DDP, FSDP, torch.compile and activation checkpointing.
 
-test_recipes.py has the checkpoints of FSDP2. Other layers fail with activation checkpointing: pytorch#96136,
-pytorch#62471, fairscale#1035.
+Other layers fail with activation checkpointing: pytorch#96136, pytorch#62471, fairscale#1035.
 """
 
 import contextlib
@@ -33,6 +32,13 @@ def checkpointed(model: nn.Sequential, implementation: CheckpointImpl) -> nn.Seq
     return model
 
 
+def shard_by_the_guide(ranks: Ranks) -> nn.Module:
+    """Return a sharded model, after its checkpoint has been loaded into an unsharded model and into the shards."""
+    names = {"build_model": lambda: small_model().to(ranks.device)}
+    names["mesh"] = init_device_mesh(ranks.device.type, (ranks.size,))
+    return run_block("torch_features.md", "fully_shard(model, mesh", **names)["model"]
+
+
 WRAPPERS: dict[str, Callable[[nn.Sequential, Ranks], nn.Module]] = {
     "DDP without broadcasts": lambda model, _: DistributedDataParallel(model, **{BROADCAST_BUFFERS: False}),
     "DDP with a static graph": lambda model, _: DistributedDataParallel(model, static_graph=True),
@@ -40,7 +46,7 @@ WRAPPERS: dict[str, Callable[[nn.Sequential, Ranks], nn.Module]] = {
     "DDP, compiled": lambda model, _: DistributedDataParallel(compile_model(model, fullgraph=True)),
     "compiled DDP": lambda model, _: compile_model(DistributedDataParallel(model)),  # DDP itself breaks the graph.
     "FSDP1": lambda model, ranks: FullyShardedDataParallel(model, device_id=ranks.device),
-    "FSDP2": shard,
+    "FSDP2": lambda _, ranks: shard_by_the_guide(ranks),
     "FSDP2, checkpointed": lambda model, ranks: shard(checkpointed(model, CheckpointImpl.NO_REENTRANT), ranks),
 }
 
@@ -52,7 +58,7 @@ WRAPPERS: dict[str, Callable[[nn.Sequential, Ranks], nn.Module]] = {
 def test_a_wrapped_model_trains_like_one_process(ranks: Ranks, name: str) -> None:
     model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
     wrapped = WRAPPERS[name](model, ranks)
-    model_with_state = wrapped if name == "FSDP1" else model  # FSDP1 replaces the parameters of the model.
+    model_with_state = wrapped if "FSDP" in name else model  # DDP and torch.compile rename the tensors of a state_dict.
     require_trains_as(small_model().to(ranks.device), ranks, model_with_state, wrapped)
 
 
