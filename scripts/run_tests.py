@@ -27,13 +27,13 @@ FAILED_LINES = 200  # lines of a failed part's log that are printed
 # Part -> names of its files, tests/test_NAME.py. Of these parts the longest comes first.
 STARTS_PROGRAMS = {
     "crashes": ("crashes", "faults"),
-    "programs": ("lightning", "package", "testing"),
+    "programs": ("package", "testing"),
     "examples": ("examples",),
 }
 COMPILES = "gpu_static", "inductor"  # --quick leaves these files out.
 INTERPRETED = "kernels", "triton"  # Triton's interpreter runs these files, too.
 # Files of tests/distributed that also run on 4 ranks, because their promises depend on the number of ranks or groups.
-FOUR_RANKS = "ddp", "fsdp", "fuzz", "groups", "pipeline_schedules", "promises"
+FOUR_RANKS = "fuzz", "groups", "pipeline_schedules", "promises", "wrappers"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"
 PYTEST = "pytest -v -o console_output_style=count"  # prints a line for each test, which ends with "[ 12/345]"
 

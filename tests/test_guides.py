@@ -86,7 +86,7 @@ RUN_ELSEWHERE = {
     "mesh = init_device_mesh": "eight GPUs; tests/distributed/test_pipeline_schedules.py has its pieces",
     "graph = torch.cuda.CUDAGraph()": "a GPU; tests/test_gpu.py captures a step",
     "class Trainer(DetectionTrainer)": "nothing: ultralytics starts ranks on GPUs only",
-    "def configure_model(self)": "tests/test_lightning.py runs both blocks",
+    "def configure_model(self)": "tests/distributed/test_recipes.py runs both blocks",
     "def test_trains_as_one": "tests/test_testing.py calls the function of the block",
 }
 

@@ -68,7 +68,7 @@ def require_trains_as(
     x, labels = whole_batches(ranks, num_steps=4, dtype=next(alone.parameters()).dtype)
     samples = ranks.even_slice(x.shape[1])
     train(alone, x, labels)
-    train(wrapped or DistributedDataParallel(model), x[:, samples], labels[:, samples])
+    train(DistributedDataParallel(model) if wrapped is None else wrapped, x[:, samples], labels[:, samples])
     state = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in model.state_dict().items()

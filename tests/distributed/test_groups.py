@@ -40,35 +40,26 @@ def synchronised_ranks(layer: nn.Module, ranks: Ranks) -> list[int]:
     return members
 
 
-def synchronises_all(layer: nn.Module, ranks: Ranks) -> bool:
-    return synchronised_ranks(layer, ranks) == [*range(ranks.size)]
-
-
 # Forms of a process_group.
 
 
-def test_a_process_group_can_select_all_ranks_or_this_rank_alone(ranks: Ranks) -> None:
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    for process_group in (None, dist.group.WORLD, ranks.size, mesh.get_group()):
-        assert synchronises_all(make_layer(process_group, ranks), ranks), process_group
-    assert syncbn.create_syncbn_process_group(ranks.size) is dist.group.WORLD
-    assert syncbn.create_syncbn_process_group(0) is None
-    for process_group in (1, syncbn.create_syncbn_process_group(1)):
-        assert synchronised_ranks(make_layer(process_group, ranks), ranks) == [ranks.rank]
-
-
-def test_a_process_group_can_select_some_ranks(ranks: Ranks) -> None:
-    if ranks.size != 4:
-        pytest.skip("needs 4 ranks")
-    consecutive_ranks = [0, 1] if ranks.rank < 2 else [2, 3]
-    mesh = init_device_mesh(ranks.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    for process_group in (2, syncbn.create_syncbn_process_group(2), mesh.get_group("shard")):
-        assert synchronised_ranks(make_layer(process_group, ranks), ranks) == consecutive_ranks, process_group
-    outer_group, inner_group = dist.new_group([0, 3]), dist.new_group([1, 2])
-    if ranks.rank in (0, 3):
-        assert synchronised_ranks(make_layer(outer_group, ranks), ranks) == [0, 3]
-    else:
-        assert synchronised_ranks(make_layer(inner_group, ranks), ranks) == [1, 2]
+def test_a_process_group_can_select_all_ranks_or_some_ranks_or_this_rank_alone(ranks: Ranks) -> None:
+    mesh, create = init_device_mesh(ranks.device.type, (ranks.size,)), syncbn.create_syncbn_process_group
+    assert create(ranks.size) is dist.group.WORLD
+    assert create(0) is None
+    # The ranks that share statistics, and the process groups that select them.
+    selections = [
+        ([*range(ranks.size)], [None, dist.group.WORLD, ranks.size, mesh.get_group()]),
+        ([ranks.rank], [1, create(1)]),
+    ]
+    if ranks.size == 4:
+        mesh = init_device_mesh(ranks.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        selections.append(([0, 1] if ranks.rank < 2 else [2, 3], [2, create(2), mesh.get_group("shard")]))
+        outer_group, inner_group = dist.new_group([0, 3]), dist.new_group([1, 2])
+        selections.append(([0, 3], [outer_group]) if ranks.rank in (0, 3) else ([1, 2], [inner_group]))
+    for expected, process_groups in selections:
+        for process_group in process_groups:
+            assert synchronised_ranks(make_layer(process_group, ranks), ranks) == expected, process_group
 
 
 def test_layers_may_be_built_before_init_process_group(ranks: Ranks) -> None:
@@ -81,7 +72,7 @@ def test_layers_may_be_built_before_init_process_group(ranks: Ranks) -> None:
     voting.world.create_group()
     assert [syncbn.summary(layer)[0].group_size for layer in layers] == [ranks.size] * 3
     for layer in layers:
-        assert synchronises_all(layer, ranks)
+        assert synchronised_ranks(layer, ranks) == [*range(ranks.size)]
     assert synchronised_ranks(local_layer, ranks) == [ranks.rank]
 
 
@@ -99,40 +90,37 @@ def test_summary_names_group_payload_and_last_step(ranks: Ranks) -> None:
     loaded = make_layer(None, ranks)
     loaded.load_state_dict(model[0].state_dict())
     assert syncbn.summary(loaded)[0].last_step == "not known"  # The state_dict has no ranks.
+    wrapper = torch.compile(model, backend="eager")
+    assert [row.last_step for row in syncbn.summary(wrapper)] == ["compiled", "compiled"]
+    model.compile(backend="eager")  # This changes the model itself.
+    assert [row.last_step for row in syncbn.summary(model)] == ["compiled", "compiled"]
     assert str(syncbn.summary(model)).endswith(f"\nkernels: {syncbn.kernels.available()}")
 
 
-# Ranks outside of the group, copies and conversions.
+# Copies and conversions.
 
 
-def test_a_rank_outside_of_the_group_may_build_copy_and_evaluate_a_layer_but_not_train_it(ranks: Ranks) -> None:
-    group = dist.new_group([0])
+@pytest.mark.parametrize("form", ["a group of all ranks", "a group of rank 0", "an int"])
+def test_a_layer_keeps_its_group_in_conversions_copies_and_pickles(ranks: Ranks, form: str) -> None:
+    """A rank outside of the group may build, copy and evaluate a layer, but not train it. A pickled layer finds a group
+    of the same ranks."""
+    members = [0] if form == "a group of rank 0" else [*range(ranks.size)]
+    group = ranks.size if form == "an int" else dist.new_group(members)
     built = make_layer(group, ranks)
     converted = syncbn.convert_syncbn_model(nn.BatchNorm1d(C).to(ranks.device, torch.float64), group)
     copied, pickled = copy.deepcopy(built), pickle.loads(pickle.dumps(built))
-    for layer in (built, converted, copied):
-        assert layer.process_group == group
+    assert built.process_group == converted.process_group == copied.process_group == group
     for layer in (built, converted, copied, pickled):
         layer.eval()(random_batch(ranks))
         layer.train()
-        if ranks.rank == 0:
-            assert synchronised_ranks(layer, ranks) == [0]
+        if ranks.rank in members:
+            assert synchronised_ranks(layer, ranks) == members
+            pickle.dumps(layer)  # A group cannot be pickled, but a layer that has trained can.
         else:
             assert syncbn.summary(layer)[0].group_size == 0
             message = "not in .* set layer.process_group on each rank"
             with assert_state_unchanged(layer), pytest.raises(ValueError, match=message):
                 layer(random_batch(ranks))
-
-
-def test_copies_share_the_group_and_pickles_find_a_group_of_the_same_ranks(ranks: Ranks) -> None:
-    group = dist.new_group()
-    model = nn.Sequential(make_layer(group, ranks), make_layer(ranks.size, ranks))
-    assert "process_group=ranks [0" in repr(model[0])
-    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    assert copied[0].process_group is model[0].process_group is group
-    for layer in (*copied, *pickled):
-        assert synchronises_all(layer, ranks)
-    pickle.dumps(pickled)  # A group cannot be pickled, but a layer that has trained can.
 
 
 def test_a_second_conversion_keeps_the_group_unless_another_is_given(ranks: Ranks) -> None:
@@ -142,22 +130,17 @@ def test_a_second_conversion_keeps_the_group_unless_another_is_given(ranks: Rank
     assert syncbn.convert_syncbn_model(model)[0].process_group is group
     assert synchronised_ranks(syncbn.convert_syncbn_model(model, 1)[0], ranks) == [ranks.rank]
     model[0].process_group = None
-    assert synchronises_all(model[0], ranks)
+    assert synchronised_ranks(model[0], ranks) == [*range(ranks.size)]
 
 
-@pytest.mark.parametrize("is_member", [True, False])
-def test_a_conversion_of_nn_syncbatchnorm_and_its_revert_keep_the_group(ranks: Ranks, is_member: bool) -> None:
-    group = dist.new_group() if is_member else dist.new_group([0])  # Other ranks get NON_GROUP_MEMBER.
-    model = syncbn.convert_syncbn_model(nn.Sequential(nn.SyncBatchNorm(C, process_group=group)))
-    assert model[0].process_group == group
-    assert syncbn.revert_syncbn_model(model)[0].process_group is group
-
-
-def test_a_layer_with_an_int_reverts_to_its_group_and_not_to_all_ranks(ranks: Ranks) -> None:
-    """While the group does not exist, the revert is refused and changes no layer."""
-    voting.world.destroy_groups()
+def test_nn_syncbatchnorm_keeps_its_group_in_a_conversion_and_a_revert(ranks: Ranks) -> None:
+    """While the groups for an int do not exist, the revert is refused and changes no layer."""
+    for group in (dist.new_group(), dist.new_group([0])):  # Other ranks get NON_GROUP_MEMBER for the second group.
+        model = syncbn.convert_syncbn_model(nn.Sequential(nn.SyncBatchNorm(C, process_group=group)))
+        assert model[0].process_group == group
+        assert syncbn.revert_syncbn_model(model)[0].process_group is group
+    voting.world.replace_group()
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(C), nn.SyncBatchNorm(C)), process_group=1)
-    voting.world.create_group()
     with pytest.raises(RuntimeError, match=r"process_group=1 .*create_syncbn_process_group\(1\)"):
         syncbn.revert_syncbn_model(model)
     assert [type(layer) for layer in model] == [syncbn.SyncBatchNorm1d, syncbn.SyncBatchNorm]
@@ -168,63 +151,53 @@ def test_a_layer_with_an_int_reverts_to_its_group_and_not_to_all_ranks(ranks: Ra
 # Groups that do not exist.
 
 
-def destroy(group: dist.ProcessGroup) -> None:
-    dist.barrier()  # Otherwise a rank may leave the group while another rank still connects to it.
-    dist.destroy_process_group(group)
-
-
-def test_a_conversion_with_a_destroyed_group_is_refused_and_changes_no_layer(ranks: Ranks) -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2, process_group=dist.new_group()))
-    destroy(model[1].process_group)
-    message = r"is a ProcessGroup that was destroyed, or that was not created by .*; pass an existing group"
-    with pytest.raises(ValueError, match=message):
-        syncbn.convert_syncbn_model(model)
-    assert [type(layer) for layer in model] == [nn.BatchNorm1d, nn.SyncBatchNorm]
-
-
-@pytest.mark.parametrize("destroys_all_groups", [False, True])
-def test_no_other_group_replaces_a_destroyed_group(ranks: Ranks, destroys_all_groups: bool) -> None:
+@pytest.mark.parametrize(
+    "fullgraph", [None, *(pytest.param(value, marks=pytest.mark.compiles) for value in (True, False))]
+)
+@pytest.mark.parametrize("destroyed", ["the group", "all groups", "all groups, and a default group is created"])
+def test_no_other_group_replaces_a_destroyed_group(ranks: Ranks, destroyed: str, fullgraph: bool | None) -> None:
     """Other ranks may still use the destroyed group, and would wait in it. Only a layer that is unpickled afterwards
-    may use another group of the same ranks."""
-    layer = make_layer(dist.new_group(), ranks)
-    layer(random_batch(ranks))
-    if destroys_all_groups:
-        voting.world.replace_group()
+    may use another group of the same ranks. `fullgraph`: None does not compile the layer."""
+    group = dist.new_group()
+    layer = make_layer(group, ranks)
+    call = layer if fullgraph is None else torch.compile(layer, backend="aot_eager", fullgraph=fullgraph)
+    call(random_batch(ranks))
+    if destroyed == "the group":
+        dist.barrier()  # Otherwise a rank may leave the group while another rank still connects to it.
+        dist.destroy_process_group(group)
     else:
-        destroy(layer.process_group)
-    for destroyed in (layer, copy.deepcopy(layer), layer):  # The layer raises again after the first error.
+        voting.world.destroy_groups()
+    if destroyed == "all groups, and a default group is created":
+        voting.world.create_group()
+    for unusable in (call, copy.deepcopy(layer), call):  # The layer raises again after the first error.
         message = "was destroyed, or no such group exists here; create the group"
-        with assert_state_unchanged(destroyed), pytest.raises(RuntimeError, match=message):
-            destroyed(random_batch(ranks))
-        destroyed.eval()(random_batch(ranks))
-        destroyed.train()
+        with assert_state_unchanged(unusable), pytest.raises(RuntimeError, match=message):
+            unusable(random_batch(ranks))
+        unusable.eval()(random_batch(ranks))
+        unusable.train()
+    with pytest.raises(ValueError, match=r"is a ProcessGroup that was destroyed, or that was not .*; pass an existing"):
+        make_layer(group, ranks)
+    if destroyed == "all groups":
+        voting.world.create_group()
     unpickled = pickle.loads(pickle.dumps(layer))
     layer.process_group = None
-    for usable in (layer, unpickled):
-        assert synchronises_all(usable, ranks)
+    for usable in (call, unpickled):
+        assert synchronised_ranks(usable, ranks) == [*range(ranks.size)]
 
 
-@pytest.mark.parametrize(
-    ("destroys_group", "text"), [(False, "ValueError: process_group=0"), (True, r"RuntimeError: .* was destroyed")]
-)
-def test_ranks_that_wait_report_why_another_rank_has_no_group(
-    ranks: Ranks, reports: Reports, destroys_group: bool, text: str
-) -> None:
+@pytest.mark.parametrize("error", ["ValueError: process_group=0", "RuntimeError: .* was destroyed"])
+def test_ranks_that_wait_report_why_another_rank_has_no_group(ranks: Ranks, reports: Reports, error: str) -> None:
     """Rank 1 raises without joining the all_reduce in which the other ranks wait, and calls their layer only after they
     have reported the error."""
-    layer, group = make_layer(None, ranks), dist.new_group()
-    layer_of_group = make_layer(group, ranks)
+    layer, layer_of_group = (make_layer(group, ranks) for group in (None, dist.new_group()))
     dist.barrier()
-    if ranks.rank == 1 and destroys_group:
-        dist.destroy_process_group(group)
-        with pytest.raises(RuntimeError):
-            layer_of_group(random_batch(ranks))
-    elif ranks.rank == 1:
-        with pytest.raises(ValueError):
-            sync_batch_stats(random_batch(ranks), process_group=0)
     if ranks.rank == 1:
-        reports.wait_for(rf"rank 1: (.*; )?has raised {text}.*\n(rank.*\n)*\Z")  # No list of causes follows.
-    assert synchronises_all(layer, ranks)
+        if "destroyed" in error:
+            dist.destroy_process_group(layer_of_group.process_group)
+        with pytest.raises((ValueError, RuntimeError)):
+            layer_of_group(random_batch(ranks)) if "destroyed" in error else make_layer(0, ranks)
+        reports.wait_for(rf"rank 1: (.*; )?has raised {error}.*\n(rank.*\n)*\Z")  # No list of causes follows.
+    assert synchronised_ranks(layer, ranks) == [*range(ranks.size)]
 
 
 def test_ranks_that_ask_for_different_groups_issue_one_collective(ranks: Ranks) -> None:

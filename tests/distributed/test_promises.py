@@ -27,7 +27,7 @@ C = 3
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs ranks raise at a later call: test_status.py")
 
 
-# More: test_fuzz.py (random layers), test_ddp.py, test_fsdp.py.
+# More: test_fuzz.py (random layers), test_wrappers.py.
 @pytest.mark.parametrize("case", HARD_INPUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_promise_1_w_ranks_equal_one(ranks: Ranks, case: str, dtype: torch.dtype) -> None:
@@ -56,7 +56,7 @@ def test_promise_1_holds_for_nan_and_infinity(ranks: Ranks, bad: float) -> None:
     torch.testing.assert_close(layer.cpu().state_dict(), alone.state_dict(), equal_nan=True)
 
 
-# More: test_derivatives.py (second derivatives), test_step.py, test_activation_checkpointing.py, test_compile.py.
+# More: test_derivatives.py (second derivatives), test_step.py, test_wrappers.py (checkpointing), test_compile.py.
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # CommDebugMode's own hook on the layer
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, CommDebugMode], ids=["fast path", "dispatched kernels"])
 def test_promise_2_one_collective_each_way(ranks: Ranks, mode: Callable[[], Any]) -> None:
@@ -170,7 +170,7 @@ def test_promise_6_outputs_have_the_dtype_of_the_input_and_buffers_keep_theirs(
     torch.testing.assert_close((layer.running_mean.cpu(), layer.running_var.cpu()), expected, rtol=0, atol=0)
 
 
-# More: test_convert.py, test_recipes.py (FSDP checkpoints).
+# More: test_convert.py, test_wrappers.py (checkpoints of FSDP2).
 def test_promise_7_checkpoints_load_both_ways(ranks: Ranks) -> None:
     """The keys of a state_dict are those of nn.BatchNorm, so checkpoints load both ways."""
     layer, plain = syncbn.SyncBatchNorm2d(C, device=ranks.device), nn.BatchNorm2d(C, device=ranks.device)

@@ -3,20 +3,21 @@
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from guides import NAMES, code_block, run_block, run_code
+from guides import NAMES, ROOT, code_block, python_blocks, run_block, run_code
 from running_statistics import merge_running_stats, recompute_running_stats
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from training import BROADCAST_BUFFERS, CountCollectives, small_model
+from torch.utils.data import DataLoader, TensorDataset
+from training import small_model, train
 from voting import Ranks
 
 import syncbn
@@ -47,18 +48,12 @@ def assert_equals_one_process(ranks: Ranks, sizes: list[int], recipe: Callable[[
     number of samples of each rank.
 
     Each rank computes the results of one process itself. It runs the recipe on all samples with process_group=1: its
-    layers then do not synchronise, and DDP averages gradients that are equal on all ranks.
+    layers then do not synchronise. Gradients and numbers of samples are then equal on all ranks, so all_reduces and DDP
+    change neither their averages nor their ratios.
     """
     samples = ranks.local_slice(sizes)
     all_rows, expected_tensors = recipe(slice(None), 1)
     assert_close(recipe(samples, None), ([rows[samples] for rows in all_rows], expected_tensors))
-
-
-def world(ranks: Ranks, process_group: int | None) -> dict[str, Any]:
-    """Return `world_size` and `dist` for a recipe. With process_group=1 they describe a job of one process."""
-    if process_group is None:
-        return {"world_size": ranks.size, "dist": dist}
-    return {"world_size": 1, "dist": SimpleNamespace(get_world_size=lambda: 1, all_reduce=lambda tensor: None)}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -161,7 +156,7 @@ def test_a_step_has_the_gradients_and_buffers_of_one_process(ranks: Ranks, name:
 
     def train(samples: slice, process_group: int | None) -> Results:
         model = syncbn.convert_syncbn_model(copy.deepcopy(initial_model), process_group)
-        variables = {"model": model, "ddp": DistributedDataParallel(model)} | world(ranks, process_group)
+        variables = {"model": model, "ddp": DistributedDataParallel(model), "world_size": ranks.size}
         variables = run_code(step, **variables, **{key: tensor[samples] for key, tensor in batch.items()})
         # The recipe of torch.func stores the gradients in a variable, the other recipes in the parameters.
         return [], variables.get("gradients", gradients(model)) | dict(model.named_buffers())
@@ -266,39 +261,6 @@ def test_ranks_that_run_out_of_data_train_as_one_process(ranks: Ranks, loop: str
         assert_close(actual[name].state_dict(), expected[name].state_dict())
 
 
-def test_a_recurrent_network_trains_on_ranks_with_sequences_of_different_lengths(ranks: Ranks) -> None:
-    """A rank whose sequences have ended calls the layer with an empty batch, as docs/rules.md demands."""
-    initial_model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    x = torch.randn(2 * ranks.size, 3)
-    lengths = torch.arange(ranks.size).repeat_interleave(2) * 3 + 2
-
-    def train(samples: slice, process_group: int | None) -> Results:
-        cell = syncbn.convert_syncbn_model(copy.deepcopy(initial_model), process_group)
-        leaf = x[samples].clone().requires_grad_()
-        hidden = leaf
-        for step in range(int(lengths.max())):
-            active = lengths[samples] > step
-            hidden = hidden.index_put((active,), cell(hidden[active]).tanh())
-        hidden.cos().sum().backward()
-        return [hidden, leaf.grad], dict(cell.named_buffers())
-
-    assert_equals_one_process(ranks, [2] * ranks.size, train)
-
-
-def test_hosts_normalise_alone_until_they_become_one_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank stands for a host: the local world size is 1."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    code = code_block("groups.md", "ddp = DistributedDataParallel(")
-    code = code.replace("forward_sync_buffers", BROADCAST_BUFFERS)  # the name of this argument in the installed torch
-    names = run_code(code, model=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-    model, x = names["model"], torch.randn(5, 3) * (1 + ranks.rank)
-    names["ddp"](x).pow(3).sum().backward()
-    assert unequal(model.state_dict()) == ["1.running_mean", "1.running_var"]
-    run_block("groups.md", "layer.process_group = None", model=model)
-    names["ddp"](x)  # The block has made the buffers equal, and a step over all ranks keeps them equal.
-    assert unequal(model.state_dict()) == []
-
-
 @pytest.mark.compiles
 def test_a_model_is_converted_then_compiled_then_wrapped(ranks: Ranks) -> None:
     """The backend aot_eager traces like Inductor, and does not compile. test_compile.py runs Inductor."""
@@ -311,22 +273,44 @@ def test_a_model_is_converted_then_compiled_then_wrapped(ranks: Ranks) -> None:
     assert unequal(gradients(model) | dict(model.named_buffers())) == []
 
 
-def test_a_gathered_fsdp2_checkpoint_has_the_whole_tensors_of_the_unsharded_model(ranks: Ranks) -> None:
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    names = run_block("torch_features.md", "fully_shard(model, mesh", build_model=small_model, mesh=mesh)
-    model = names["model"]
-    assert isinstance(model[0][1], syncbn.SyncBatchNorm2d)
-    assert all(parameter.to_local().numel() < parameter.numel() for parameter in model.parameters())
-    checkpoint = names["get_model_state_dict"](model, options=names["StateDictOptions"](full_state_dict=True))
-    assert_close(checkpoint, small_model().state_dict(), rtol=0, atol=0)
+@pytest.mark.two_ranks
+@pytest.mark.filterwarnings("ignore")  # Lightning advises to use workers, a validation loader and other things.
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_lightning_trains_as_one_process(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    """The strategy ddp copies the model, and fsdp2 shards it. An epoch has one batch."""
+    lightning = pytest.importorskip("lightning.pytorch", reason="not installed (pip install syncbn[test])")
+    blocks = [code for code in python_blocks(ROOT / "docs/works_with.md") if "def configure_model" in code]
+    names = run_code(blocks[strategy == "fsdp2"], FSDPModule=FSDPModule, fully_shard=fully_shard)
 
+    class Net(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small_model()
 
-def test_selective_checkpointing_repeats_no_collective(ranks: Ranks) -> None:
-    block = nn.Sequential(nn.Linear(3, 3), syncbn.SyncBatchNorm(3))
-    x = torch.randn(4, 3, requires_grad=True)
-    with CountCollectives() as collectives:
-        run_block("torch_features.md", "def keep_all_reduces", block=block, x=x)["y"].square().mean().backward()
-    assert collectives.total == 2
+        configure_model = names["configure_model"]
+
+        def training_step(self, batch: list[Tensor]) -> Tensor:
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch: list[Tensor]) -> Tensor:
+            return self.net(batch[0])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    alone, model = Net(), Net()
+    images, labels = torch.randn(2 * ranks.size, 1, 8, 8), torch.randint(5, (2 * ranks.size,))
+    train(alone.net, images.expand(4, *images.shape), labels.expand(4, *labels.shape))
+    loader = DataLoader(TensorDataset(images, labels), batch_size=2)  # Lightning adds a DistributedSampler.
+    if strategy == "fsdp2":
+        strategy = lightning.strategies.ModelParallelStrategy(ranks.size, 1, save_distributed_checkpoint=False)
+    options = {"accelerator": "cpu", "devices": ranks.size, "strategy": strategy, "default_root_dir": tmp_path}
+    trainer = lightning.Trainer(**options, max_epochs=4, logger=False, enable_progress_bar=False)
+    trainer.fit(model, loader)
+    trainer.validate(model, loader, verbose=False)  # This calls configure_model again.
+    if ranks.rank == 0:
+        checkpoint = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
+        assert_close(checkpoint["state_dict"], dict(alone.state_dict()))
 
 
 def test_the_values_of_nested_tensors_are_one_batch(ranks: Ranks) -> None:
@@ -363,22 +347,6 @@ def test_the_shards_of_a_dtensor_are_one_batch(ranks: Ranks, dim: int) -> None:
     assert_close((output.full_tensor(), sharded.grad.full_tensor()), (expected, x.grad))
 
 
-@pytest.mark.parametrize("num_domains", [1, 2])
-def test_domain_norms_normalise_the_samples_of_a_domain_over_all_ranks(ranks: Ranks, num_domains: int) -> None:
-    """Rank r has the domain r mod `num_domains`. The model has another domain, of which no rank has samples."""
-    domain, index_in_domain = ranks.rank % num_domains, ranks.rank // num_domains
-    x = torch.randn(ranks.size, 2, 4, 3, 3)  # two images for each rank
-    whole_domain = x[domain::num_domains].flatten(0, 1).requires_grad_()
-    expected = F.batch_norm(whole_domain, None, None, training=True)
-    expected.pow(3).sum().backward()
-    model = run_block("works_with.md", "class DomainNorm2d")["DomainNorm2d"](4, num_domains + 1)
-    leaf = x[ranks.rank].requires_grad_()
-    y = DistributedDataParallel(model)(leaf, domain)
-    y.pow(3).sum().backward()
-    assert_close((y, leaf.grad), (expected.split(2)[index_in_domain], whole_domain.grad.split(2)[index_in_domain]))
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 def test_batch_renorm_trains_as_in_one_process(ranks: Ranks) -> None:
     """The summary of a converted layer counts a call of sync_batch_stats as synchronised."""
     names = run_block("works_with.md", "class BatchRenorm1d")
@@ -388,30 +356,14 @@ def test_batch_renorm_trains_as_in_one_process(ranks: Ranks) -> None:
         # The code of the block reads its globals from `names`.
         names["sync_batch_stats"] = functools.partial(sync_batch_stats, process_group=process_group)
         layer = syncbn.convert_syncbn_model(names["BatchRenorm1d"](5))
-        for batch in batches:
-            x = batch[samples].clone().requires_grad_()
-            y = layer(x)
-            y.pow(3).sum().backward()
+        x = batches[:, samples].clone().requires_grad_()
+        outputs = [layer(batch) for batch in x]
+        torch.cat(outputs).pow(3).sum().backward()
         if process_group is None:
             assert syncbn.summary(layer)[0].last_step == f"synchronised over {ranks.size} ranks"
-        # The outputs and gradients are those of the last batch.
-        return [y, x.grad, layer.eval()(x)], dict(layer.named_buffers())
+        return [*outputs, *x.grad, layer.eval()(x[0])], dict(layer.named_buffers())
 
     assert_equals_one_process(ranks, [4] * ranks.size, train)
-
-
-def test_images_of_deep_inversion_have_the_gradients_of_one_process(ranks: Ranks) -> None:
-    teacher = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.BatchNorm1d(36))
-    images, labels = torch.randn(2 * ranks.size, 3, 5, 5), torch.randint(36, (2 * ranks.size,))
-
-    def gradient(samples: slice, process_group: int | None) -> Results:
-        names = run_block("works_with.md", "class FeatureLoss", **world(ranks, process_group))
-        names["sync_batch_stats"] = functools.partial(sync_batch_stats, process_group=process_group)
-        leaf, model = images[samples].clone().requires_grad_(), copy.deepcopy(teacher)
-        names["loss_of"](leaf, labels[samples], model, names["FeatureLoss"](model)).backward()
-        return [leaf.grad], {}
-
-    assert_equals_one_process(ranks, [2] * ranks.size, gradient)
 
 
 def test_a_frozen_layer_stays_frozen_in_copies_until_it_is_unfrozen(ranks: Ranks) -> None:

@@ -1,0 +1,221 @@
+"""Tests that a converted model trains like one process under DDP, FSDP, torch.compile and activation checkpointing.
+
+Other layers fail with activation checkpointing: pytorch#96136, pytorch#62471, fairscale#1035.
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from guides import code_block, run_block, run_code
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from training import BROADCAST_BUFFERS, CountCollectives, require_trains_as, shard, small_model, step, whole_batches
+from voting import Ranks
+
+import syncbn
+from syncbn.testing import unequal
+
+compile_model = functools.partial(torch.compile, backend="aot_eager")  # traces graphs as Inductor does
+
+
+def checkpointed(model: nn.Sequential, implementation: CheckpointImpl) -> nn.Sequential:
+    """Let the second block of the model save its input only, and repeat its forward in backward."""
+    model[1] = checkpoint_wrapper(model[1], implementation)
+    return model
+
+
+def shard_by_the_guide(ranks: Ranks) -> nn.Module:
+    """Return a sharded model, after its checkpoint has been loaded into an unsharded model and into the shards."""
+    names = {"build_model": lambda: small_model().to(ranks.device)}
+    names["mesh"] = init_device_mesh(ranks.device.type, (ranks.size,))
+    return run_block("torch_features.md", "fully_shard(model, mesh", **names)["model"]
+
+
+WRAPPERS: dict[str, Callable[[nn.Sequential, Ranks], nn.Module]] = {
+    "DDP without broadcasts": lambda model, _: DistributedDataParallel(model, **{BROADCAST_BUFFERS: False}),
+    "DDP with a static graph": lambda model, _: DistributedDataParallel(model, static_graph=True),
+    "DDP, checkpointed": lambda model, _: DistributedDataParallel(checkpointed(model, CheckpointImpl.REENTRANT)),
+    "DDP, compiled": lambda model, _: DistributedDataParallel(compile_model(model, fullgraph=True)),
+    "compiled DDP": lambda model, _: compile_model(DistributedDataParallel(model)),  # DDP itself breaks the graph.
+    "FSDP1": lambda model, ranks: FullyShardedDataParallel(model, device_id=ranks.device),
+    "FSDP2": lambda _, ranks: shard_by_the_guide(ranks),
+    "FSDP2, checkpointed": lambda model, ranks: shard(checkpointed(model, CheckpointImpl.NO_REENTRANT), ranks),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # FSDP1 is deprecated.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.compiles if "compiled" in name else ()) for name in WRAPPERS]
+)
+def test_a_wrapped_model_trains_like_one_process(ranks: Ranks, name: str) -> None:
+    model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
+    wrapped = WRAPPERS[name](model, ranks)
+    model_with_state = wrapped if "FSDP" in name else model  # DDP and torch.compile rename the tensors of a state_dict.
+    require_trains_as(small_model().to(ranks.device), ranks, model_with_state, wrapped)
+
+
+# DistributedDataParallel.
+
+
+def test_rank_0_validates_alone_and_no_rank_communicates(ranks: Ranks) -> None:
+    x, labels = whole_batches(ranks, 2)
+    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(small_model()).to(ranks.device))
+    names = {"ddp": ddp, "loader": [*zip(x, labels, strict=True)], "device": ranks.device}
+    with CountCollectives() as collectives:
+        names = run_block("training_script.md", "if dist.get_rank() == 0:", **names)
+    assert collectives.total == 0
+    assert ("right" in names) == (ranks.rank == 0)  # The block defines this variable on the rank that validates.
+    assert ddp.module.training
+
+
+def test_ddp_may_run_several_forwards_before_a_backward(ranks: Ranks) -> None:
+    """DDP's broadcast in the second forward changes the buffers, which the backward of the first one must not need
+    (https://github.com/pytorch/pytorch/issues/24397)."""
+    model = nn.Sequential(nn.Linear(3, 3), syncbn.SyncBatchNorm1d(3)).to(ranks.device)
+    ddp, x = DistributedDataParallel(model), torch.randn(4, 3, device=ranks.device)
+    (ddp(x) + ddp(x)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_all_ranks_skip_a_step_in_which_one_rank_overflows(ranks: Ranks) -> None:
+    """GradScaler checks the gradients of its own rank. The layer sends the infinite sums of rank 0 to all ranks, so
+    this works even without DDP."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), syncbn.SyncBatchNorm1d(4)).to(ranks.device)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler(ranks.device.type, 2.0**10)
+    before = model[0].weight.detach().clone()
+    for overflows in (True, False):
+        optimizer.zero_grad()
+        loss = model(torch.randn(5, 3, device=ranks.device)).pow(3).sum()
+        if overflows and ranks.rank == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model[0].weight, before) == overflows
+
+
+@pytest.mark.parametrize("broadcasts", [False, True])  # False first: a process that has warned does not warn again.
+def test_ddp_that_broadcasts_buffers_between_hosts_causes_a_warning(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, broadcasts: bool
+) -> None:
+    """Without the warning, the broadcast would overwrite the running statistics of the second host in silence."""
+    if ranks.size < 4:
+        pytest.skip("needs two hosts of two ranks")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    code = code_block("groups.md", "ddp = DistributedDataParallel(")
+    code = code.replace("forward_sync_buffers=False", f"{BROADCAST_BUFFERS}={broadcasts}")
+    ddp = run_code(code, model=nn.Sequential(nn.BatchNorm1d(3)).to(ranks.device))["ddp"]
+    message = r"over ranks (0-1|2-3) alone, but DistributedDataParallel broadcasts .* forward_sync_buffers=False"
+    with pytest.warns(UserWarning, match=message) if broadcasts else contextlib.nullcontext():
+        ddp(torch.randn(4, 3, device=ranks.device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="all tensors on a GPU can be shared")
+def test_buffers_that_processes_may_share_cause_a_warning(ranks: Ranks) -> None:
+    """torch.multiprocessing.spawn moves a model that is passed to it to shared memory, and a conversion keeps that
+    memory. A deep copy has its own memory, and does not warn."""
+    model, x = nn.Sequential(nn.BatchNorm1d(3)).share_memory(), torch.randn(4, 3)
+    syncbn.convert_syncbn_model(copy.deepcopy(model))(x)
+    message = r"memory that processes share, .* torch\.multiprocessing\.spawn.* copy\.deepcopy it there"
+    with pytest.warns(UserWarning, match=message):
+        syncbn.convert_syncbn_model(model)(x)
+
+
+# FSDP2.
+
+
+def test_bf16_mixed_precision_keeps_float32_statistics(ranks: Ranks) -> None:
+    """With bfloat16 inputs, parameters and statistics stay close to those of float32 training, and the statistics are
+    bit-identical on all ranks."""
+    model = syncbn.convert_syncbn_model(small_model(torch.float32)).to(ranks.device)
+    input_dtypes: set[torch.dtype] = set()
+    model[0][1].register_forward_pre_hook(lambda layer, inputs: input_dtypes.add(inputs[0].dtype))
+    sharded = shard(model, ranks, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    # bfloat16 rounds by 0.4 %, and four steps of training amplify the rounding errors.
+    require_trains_as(small_model(torch.float32).to(ranks.device), ranks, sharded, sharded, tolerance=0.05)
+    assert input_dtypes == {torch.bfloat16}
+    assert not unequal(dict(model.named_buffers()))
+
+
+@pytest.mark.parametrize("name", ["convert_syncbn_model", "revert_syncbn_model"])
+def test_a_conversion_after_fully_shard_is_refused(ranks: Ranks, name: str) -> None:
+    """fully_shard changes the class of a batch norm to which it is applied."""
+    layer = nn.BatchNorm2d(4).to(ranks.device)
+    if name == "revert_syncbn_model":
+        syncbn.convert_syncbn_model(layer)
+    fully_shard(layer, mesh=init_device_mesh(ranks.device.type, (ranks.size,)))
+    with pytest.raises(RuntimeError, match=f"call {name} before fully_shard"):
+        getattr(syncbn, name)(nn.Sequential(layer))
+
+
+# Activation checkpointing.
+
+reentrant = functools.partial(checkpoint, use_reentrant=True)
+non_reentrant = functools.partial(checkpoint, use_reentrant=False)
+
+
+def selective(block: nn.Module, x: Tensor) -> Tensor:
+    return run_block("torch_features.md", "def keep_all_reduces", block=block, x=x)["y"]
+
+
+@pytest.mark.parametrize(
+    ("way", "num_collectives"),  # Each of two layers runs two forwards and a backward.
+    [(reentrant, 2 * 3), (non_reentrant, 2 * 3), (selective, 2 * 2)],
+    ids=["reentrant", "non-reentrant", "selective"],
+)
+def test_checkpointing_changes_no_bit(
+    ranks: Ranks, way: Callable[[nn.Module, Tensor], Tensor], num_collectives: int
+) -> None:
+    """The repeated forward issues its collectives again, unless selective checkpointing saves their results."""
+    block = syncbn.convert_syncbn_model(small_model()[:2]).to(ranks.device)
+    x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float64)
+    x = x.to(ranks.device)
+    repeated_block = copy.deepcopy(block)
+    repeated = functools.partial(way, repeated_block)
+    for _ in range(2):
+        actual, expected = step(repeated, repeated_block, x), step(block, block, x)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    with CountCollectives() as collectives:
+        step(repeated, repeated_block, x)
+    assert collectives.total == num_collectives
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs ranks raise at a later call: test_status.py")
+@pytest.mark.parametrize(
+    ("second_layer", "message"),
+    [(0, "the ranks differentiate different calls of a layer"), (1, r"different layers or calls.*\n.*forward, call 6")],
+)
+def test_backwards_of_different_checkpointed_calls_raise(ranks: Ranks, second_layer: int, message: str) -> None:
+    """If both calls are of layer 0, all ranks recompute the same call, and only their backwards differ. Otherwise their
+    recomputes differ, which are forward 6 of each layer."""
+    layers, x = [syncbn.SyncBatchNorm(3) for _ in range(2)], torch.randn(4, 3, requires_grad=True)
+
+    def losses_of_two_calls() -> list[Tensor]:
+        return [non_reentrant(layers[i], x).square().sum() for i in (0, second_layer)]
+
+    for order in ([0, 1], [1, 0]):  # The backwards may run in any order that is the same on all ranks.
+        losses = losses_of_two_calls()
+        for index in order:
+            losses[index].backward()
+    losses = losses_of_two_calls()
+    with pytest.raises(RuntimeError, match=message):
+        losses[ranks.rank > 0].backward()
+
+
+def test_ranks_may_use_different_kinds_of_checkpointing(ranks: Ranks) -> None:
+    """With use_reentrant=True autograd differentiates the recomputed forward instead of the first forward, so the ranks
+    differentiate different calls of the layer."""
+    layer = syncbn.SyncBatchNorm(3, device=ranks.device)
+    for _ in range(3):
+        x = torch.randn(4, 3, device=ranks.device, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=ranks.rank > 0).square().sum().backward()
+    assert layer.weight.grad.isfinite().all()
