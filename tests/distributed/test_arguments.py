@@ -114,6 +114,7 @@ CASES: list[tuple[Callable[..., Callable[[], object]], dict[str, object], dict[s
     (function_call, {"weight": [1.0] * C}, {}, TypeError, "expected weight to be a float tensor, got list"),
     (function_call, {"weight": ONES.int()}, {"weight": ONES.half()}, TypeError, "expected weight to be a float tensor, got torch.int32; convert it first"),
     (function_call, {"weight": ONES[None]}, {"weight": ONES}, ValueError, "expected weight of shape (3,), as the input has 3 channels in dim 1 (input shape (2, 3, 4)), got (1, 3)"),
+    (function_call, {"running_mean": ONES[:2]}, {"running_mean": ONES.clone()}, ValueError, "expected running_mean of shape (3,)"),
     (function_call, {"weight": nested_tensor()}, {}, TypeError, "weight is a NestedTensor; pass weight.values()"),
     (function_call, {"running_var": None}, {"running_mean": None, "running_var": None}, ValueError, "must either both be None or neither be None"),
     (function_call, {"running_var": nn.UninitializedBuffer()}, {}, RuntimeError, "shape of an uninitialized parameter or buffer"),
