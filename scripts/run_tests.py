@@ -33,7 +33,7 @@ STARTS_PROGRAMS = {
 COMPILES = "gpu_static", "inductor"  # --quick leaves these files out.
 INTERPRETED = "kernels", "triton"  # Triton's interpreter runs these files, too.
 # Files of tests/distributed that also run on 4 ranks, because their promises depend on the number of ranks or groups.
-FOUR_RANKS = "fuzz", "groups", "pipeline_schedules", "promises", "wrappers"
+FOUR_RANKS = "fuzz", "groups", "promises", "wrappers"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"
 PYTEST = "pytest -v -o console_output_style=count"  # prints a line for each test, which ends with "[ 12/345]"
 

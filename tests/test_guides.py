@@ -83,7 +83,7 @@ def test_cells_of_tables_are_short(page: Path) -> None:
 
 # Blocks that no test can run: the beginning of a line, and what runs the block or its parts.
 RUN_ELSEWHERE = {
-    "mesh = init_device_mesh": "eight GPUs; tests/distributed/test_pipeline_schedules.py has its pieces",
+    "mesh = init_device_mesh": "eight GPUs; tests/distributed/test_wrappers.py has its pieces",
     "graph = torch.cuda.CUDAGraph()": "a GPU; tests/test_gpu.py captures a step",
     "class Trainer(DetectionTrainer)": "nothing: ultralytics starts ranks on GPUs only",
     "def configure_model(self)": "tests/distributed/test_recipes.py runs both blocks",

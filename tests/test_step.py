@@ -1,7 +1,8 @@
 """Tests training calls whose layer, modes or memory change between calls, or between a forward and its backward.
 
 On the fast path kernels get addresses, which torch's dispatcher does not check, so syncbn must notice the changes.
-test_kernel_cache.py tests which kernels a call gets. The last test is of the function batch_norm_backward.
+test_kernel_cache.py tests which kernels a call gets. distributed/test_fuzz.py has ranks that pass different classes of
+tensors. The last test is of the function batch_norm_backward.
 """
 
 import copy
@@ -15,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from equal_to_torch import Layer, clear_kernel_caches, compare_with_torch, layer_pair, strided_copy, unreadable_tensors
 from oracle import relative_error
-from tensor_subclasses import plain
+from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
+from tensor_subclasses import Image, MetaImage, as_class, plain
 from torch import Tensor, nn
 from torch.utils._debug_mode import DebugMode
 from training import step
@@ -161,6 +163,71 @@ def test_output_and_bias_may_change_before_the_backward_of_a_fused_relu() -> Non
     with torch.no_grad():
         layer.bias.add_(100)
     torch.testing.assert_close(torch.autograd.grad(y, inputs, dy), expected, rtol=0, atol=0)
+
+
+# Tensor subclasses. Classes, metadata and values are those of nn.BatchNorm2d.
+
+ROLES = "input", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def train_and_evaluate(layer: Layer, x: Tensor) -> list[object]:
+    """Run an in-place relu after the layer. The second step reads the buffers that the first has updated."""
+    model = layer if isinstance(layer, BatchNormAct2d) else nn.Sequential(layer, nn.ReLU(inplace=True))
+    return [step(model, layer, x), step(model, layer, x), step(model.eval(), layer, x)]
+
+
+def compile_and_train(layer: Layer, x: Tensor) -> object:
+    torch._dynamo.reset()
+    return step(torch.compile(layer, backend="eager", fullgraph=True), layer, x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # Dynamo warns.
+@pytest.mark.parametrize(
+    ("use", "layer_class", "subclasses"),
+    [
+        *((train_and_evaluate, nn.BatchNorm2d, {role: MetaImage}) for role in ROLES),
+        *((train_and_evaluate, nn.BatchNorm2d, dict.fromkeys(ROLES, subclass)) for subclass in (Image, MetaImage)),
+        # The forward of a converted subclass of nn.BatchNorm2d runs under a TorchFunctionMode.
+        *((train_and_evaluate, layer_class, {"input": MetaImage}) for layer_class in (BatchNormAct2d, CallsSuper2d)),
+        (compile_and_train, nn.BatchNorm2d, {"input": MetaImage}),
+    ],
+)
+def test_results_have_the_classes_and_metadata_of_torch_with_a_subclass_in_each_role(
+    use: Callable[[Layer, Tensor], object], layer_class: type[nn.BatchNorm2d], subclasses: dict[str, type[Tensor]]
+) -> None:
+    x = as_class(torch.randn(SHAPE), subclasses.get("input", Tensor), "of x")
+
+    def run(layer: Layer) -> object:
+        for name in subclasses.keys() - {"input"}:
+            setattr(layer, name, as_class(getattr(layer, name), subclasses[name], f"of {name}"))
+        return use(layer, x)
+
+    compare_with_torch(run, layer_class)
+
+
+DY_OF_RESIDUAL = {
+    "contiguous": torch.randn(SHAPE),
+    "strided": torch.randn(12).as_strided((4, 3, 1, 1), (3, 1, 7, 5)),  # A dim of size 1 may have any stride.
+    "subclass": as_class(torch.randn(SHAPE), Image),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("dy", DY_OF_RESIDUAL.values(), ids=DY_OF_RESIDUAL)
+def test_the_gradient_of_a_residual_does_not_share_memory_with_dy(dy: Tensor, create_graph: bool) -> None:
+    """Otherwise a second backward, which adds to z.grad in place, would change dy."""
+    (x, z), before = torch.randn(2, *dy.shape), plain(dy).clone()
+    y = syncbn.SyncBatchNorm2d(3)(x, z.requires_grad_())
+    y.backward(dy, retain_graph=True, create_graph=create_graph)
+    y.backward(dy)
+    assert torch.equal(plain(dy), before)
+    assert torch.equal(plain(z.grad), 2 * before)
 
 
 # Memory and threads
