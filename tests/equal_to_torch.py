@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_subclasses import Image, class_and_metadata, plain
+from subclasses import Image, class_and_metadata, plain
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.fx
 import torch.nn.functional as F
-from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, Frozen, SubclassOfSyncBatchNorm, parametrized
+from subclasses import BatchNormAct2d, CallsSuper2d, Frozen, SubclassOfSyncBatchNorm, parametrized
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import batch_norm

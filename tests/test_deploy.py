@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from guides import NAMES, code_block, run_block
-from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
+from subclasses import BatchNormAct2d, CallsSuper2d
 from torch import Tensor, fx, nn
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx

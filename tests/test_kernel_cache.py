@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equal_to_torch import assert_values_close, clear_kernel_caches, strided_copy, unreadable_tensors
-from tensor_subclasses import plain
+from subclasses import plain
 from torch import Tensor, nn
 
 import syncbn

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from equal_to_torch import strided_copy
 from played_gpu import play
-from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
+from subclasses import BatchNormAct2d, CallsSuper2d
 from torch import Tensor, nn
 from training import step
 

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from equal_to_torch import Layer, clear_kernel_caches, compare_with_torch, layer_pair, strided_copy, unreadable_tensors
 from oracle import relative_error
-from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
-from tensor_subclasses import Image, MetaImage, as_class, plain
+from subclasses import BatchNormAct2d, CallsSuper2d, Image, MetaImage, as_class, plain
 from torch import Tensor, nn
 from torch.utils._debug_mode import DebugMode
 from training import step

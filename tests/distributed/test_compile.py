@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import voting
-from subclasses_of_batchnorm import CallsSuper2d
+from subclasses import CallsSuper2d
 from torch import Tensor, fx, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter, CompileCounterWithBackend
 from training import CountCollectives, step

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.fx
 import torch.nn.functional as F
-from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, Frozen, parametrized
+from subclasses import BatchNormAct2d, CallsSuper2d, Frozen, parametrized
 from torch import Tensor, nn
 from training import CountCollectives, require_trains_as, step, syncbn_warnings, whole_batches
 from voting import Ranks

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from equal_to_torch import strided_copy
 from oracle import TOLERANCE, Result, batch_norm, full_batch, largest, within_one_rounding
-from tensor_subclasses import Image, MetaImage, plain
+from subclasses import Image, MetaImage, plain
 from torch import Tensor, nn
 from training import assert_state_unchanged
 from voting import Ranks, vote

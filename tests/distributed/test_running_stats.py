@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from subclasses_of_batchnorm import BatchNormAct2d
+from subclasses import BatchNormAct2d
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
