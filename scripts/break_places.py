@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from build_kernels import LIBRARY, build
-from run_tests import INTERPRETED, TORCHRUN, program_tests, to_paths
+from run_tests import INTERPRETED, STARTS_PROGRAMS, TORCHRUN, to_paths
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_MUTATIONS = 40
@@ -105,7 +105,7 @@ def caught_by(mutation: Mutation, copy: Path) -> str:
             build(copy, copy / LIBRARY)
         except subprocess.CalledProcessError:
             return "the compiler"
-    tests = {file.relative_to(copy).as_posix() for file in copy.glob("tests/test_*.py")} - {*program_tests()}
+    tests = {file.relative_to(copy).as_posix() for file in copy.glob("tests/test_*.py")} - {*to_paths(STARTS_PROGRAMS)}
     tests_of_file = tests & {*to_paths([path.stem, path.parent.name])}  # A kernel's tests are in test_kernels.py.
     jobs = [sorted(tests_of_file), ["tests/distributed"], sorted(tests - tests_of_file)]
     if "gpu" in path.name:

@@ -24,12 +24,7 @@ LOGS = Path("runs/tests")
 MAX_RUNNING = 4  # Four parts run at the same time even on two cores, because tests that start programs often wait.
 LINE_SECONDS = 10.0 if sys.stdout.isatty() else 30.0
 FAILED_LINES = 200  # lines of a failed part's log that are printed
-# Part -> names of its files, tests/test_NAME.py. Of these parts the longest comes first.
-STARTS_PROGRAMS = {
-    "crashes": ("crashes", "faults"),
-    "programs": ("package", "testing"),
-    "examples": ("examples",),
-}
+STARTS_PROGRAMS = "faults", "examples", "testing", "package"  # Each of these files tests/test_NAME.py is a part.
 COMPILES = "gpu_static", "inductor"  # --quick leaves these files out.
 INTERPRETED = "kernels", "triton"  # Triton's interpreter runs these files, too.
 # Files of tests/distributed that also run on 4 ranks, because their promises depend on the number of ranks or groups.
@@ -40,11 +35,6 @@ PYTEST = "pytest -v -o console_output_style=count"  # prints a line for each tes
 
 def to_paths(names: Iterable[str], folder: str = "tests") -> list[str]:
     return [f"{folder}/test_{name}.py" for name in names]
-
-
-def program_tests() -> list[str]:
-    """Return the files of all parts in STARTS_PROGRAMS."""
-    return [file for names in STARTS_PROGRAMS.values() for file in to_paths(names)]
 
 
 class Part:
@@ -103,7 +93,7 @@ def make_parts(option: str, arguments: list[str]) -> list[Part]:
     """
     if option == "--nightly":
         return [Part("nightly", PYTEST, "tests/nightly", *arguments), on_ranks(4, "tests/distributed", *arguments)]
-    ignored = ["tests/distributed", "tests/nightly", *program_tests()]
+    ignored = ["tests/distributed", "tests/nightly", *to_paths(STARTS_PROGRAMS)]
     if option == "--quick":
         ignored += to_paths(COMPILES)
         arguments = ["-m", "not slow and not compiles", *arguments]
@@ -116,7 +106,7 @@ def make_parts(option: str, arguments: list[str]) -> list[Part]:
     three_ranks = "tests/distributed", "--ignore=tests/distributed/test_conversion.py"
     return [
         one_process,
-        *(Part(name, PYTEST, *to_paths(names), *arguments) for name, names in STARTS_PROGRAMS.items()),
+        *(Part(name, PYTEST, *to_paths([name]), *arguments) for name in STARTS_PROGRAMS),
         Part("interpreted", PYTEST, *to_paths(INTERPRETED), "-m", "triton", *arguments, **interpreted),
         two_ranks,
         on_ranks(2, "tests/distributed/test_status.py", *arguments, suffix=", interpreted", **interpreted),

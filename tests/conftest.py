@@ -23,7 +23,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=2, help="how often test_crashes.py kills a rank (default: 2)")
+    parser.addoption("--kills", type=int, default=2, help="how often test_faults.py kills a rank (default: 2)")
     parser.addoption("--fuzz-cases", type=int, default=100, help="number of test_fuzz.py's programs (default: 100)")
     parser.addoption("--fuzz-seed", type=int, default=0, help="seed of these programs (default: 0)")
     parser.addoption("--large", action="store_true", help="also run tests that need many GB")
