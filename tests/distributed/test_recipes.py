@@ -47,9 +47,8 @@ def assert_equals_one_process(ranks: Ranks, sizes: list[int], recipe: Callable[[
     """Assert that `recipe(samples, process_group)` has the results of one process with all samples. `sizes` has the
     number of samples of each rank.
 
-    Each rank computes the results of one process itself. It runs the recipe on all samples with process_group=1: its
-    layers then do not synchronise. Gradients and numbers of samples are then equal on all ranks, so all_reduces and DDP
-    change neither their averages nor their ratios.
+    Each rank computes the results of one process itself: it runs the recipe on all samples with process_group=1. All
+    ranks then have the same gradients and numbers of samples, so an average over the ranks changes nothing.
     """
     samples = ranks.local_slice(sizes)
     all_rows, expected_tensors = recipe(slice(None), 1)
