@@ -99,9 +99,8 @@ def test_all_ranks_skip_a_step_in_which_one_rank_overflows(ranks: Ranks) -> None
     before = model[0].weight.detach().clone()
     for overflows in (True, False):
         optimizer.zero_grad()
-        loss = model(torch.randn(5, 3, device=ranks.device)).pow(3).sum()
-        if overflows and ranks.rank == 0:
-            loss = loss * float("inf")
+        factor = float("inf") if overflows and ranks.rank == 0 else 1.0
+        loss = model(torch.randn(5, 3, device=ranks.device)).pow(3).sum() * factor
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
