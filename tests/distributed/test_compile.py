@@ -19,14 +19,6 @@ pytestmark = pytest.mark.compiles
 Options = dict[str, Any]
 
 
-def small_model(first_options: Options, second_options: Options) -> nn.Module:
-    """Return a model of two layers. Convolutions have no bias, because its gradient would be rounding errors."""
-    torch.manual_seed(0)
-    first, second = syncbn.SyncBatchNorm2d(4, **first_options), syncbn.SyncBatchNorm2d(6, **second_options)
-    conv, second_conv = nn.Conv2d(1, 4, 3, bias=False), nn.Conv2d(4, 6, 3, bias=False)
-    return nn.Sequential(conv, first, nn.ReLU(inplace=True), second_conv, second)
-
-
 def local_input(ranks: Ranks) -> Tensor:
     """Return the input of this rank, with a mean and a size that differ from those of the other ranks."""
     generator = torch.Generator().manual_seed(ranks.rank)
@@ -47,7 +39,12 @@ def local_input(ranks: Ranks) -> Tensor:
 def test_a_compiled_model_equals_the_eager_model(
     ranks: Ranks, backend: str, first_options: Options, second_options: Options, tensors: Options
 ) -> None:
-    eager, x = small_model(first_options, second_options).to(ranks.device, **tensors), local_input(ranks).to(**tensors)
+    torch.manual_seed(0)
+    first, second = syncbn.SyncBatchNorm2d(4, **first_options), syncbn.SyncBatchNorm2d(6, **second_options)
+    # Convolutions have no bias, because its gradient would be rounding errors.
+    conv, second_conv = nn.Conv2d(1, 4, 3, bias=False), nn.Conv2d(4, 6, 3, bias=False)
+    eager = nn.Sequential(conv, first, nn.ReLU(inplace=True), second_conv, second).to(ranks.device, **tensors)
+    x = local_input(ranks).to(**tensors)
     layer = copy.deepcopy(eager)
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     # Inductor adds float32 values in another order than eager mode, which moves gradients by up to 2e-5.

@@ -110,6 +110,8 @@ def test_a_layer_keeps_its_group_in_conversions_copies_and_pickles(ranks: Ranks,
     converted = syncbn.convert_syncbn_model(nn.BatchNorm1d(C).to(ranks.device, torch.float64), group)
     copied, pickled = copy.deepcopy(built), pickle.loads(pickle.dumps(built))
     assert built.process_group == converted.process_group == copied.process_group == group
+    if form == "a group of all ranks":
+        assert f"process_group=ranks {members}" in repr(built)
     for layer in (built, converted, copied, pickled):
         layer.eval()(random_batch(ranks))
         layer.train()
@@ -124,9 +126,8 @@ def test_a_layer_keeps_its_group_in_conversions_copies_and_pickles(ranks: Ranks,
 
 
 def test_a_second_conversion_keeps_the_group_unless_another_is_given(ranks: Ranks) -> None:
-    group = dist.new_group()
-    layer = nn.BatchNorm1d(C).to(ranks.device, torch.float64)
-    model = syncbn.convert_syncbn_model(nn.Sequential(layer), group)
+    group, model = dist.new_group(), nn.Sequential(nn.BatchNorm1d(C)).to(ranks.device, torch.float64)
+    syncbn.convert_syncbn_model(model, group)
     assert syncbn.convert_syncbn_model(model)[0].process_group is group
     assert synchronised_ranks(syncbn.convert_syncbn_model(model, 1)[0], ranks) == [ranks.rank]
     model[0].process_group = None

@@ -4,10 +4,12 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from guides import NAMES, ROOT, code_block, python_blocks, run_block, run_code
 from running_statistics import merge_running_stats, recompute_running_stats
@@ -48,12 +50,18 @@ def assert_equals_one_process(ranks: Ranks, sizes: list[int], recipe: Callable[[
     number of samples of each rank.
 
     Each rank computes the results of one process itself. It runs the recipe on all samples with process_group=1: its
-    layers then do not synchronise. Gradients and numbers of samples are then equal on all ranks, so all_reduces and DDP
-    change neither their averages nor their ratios.
+    layers then do not synchronise, and DDP averages gradients that are equal on all ranks.
     """
     samples = ranks.local_slice(sizes)
     all_rows, expected_tensors = recipe(slice(None), 1)
     assert_close(recipe(samples, None), ([rows[samples] for rows in all_rows], expected_tensors))
+
+
+def world(ranks: Ranks, process_group: int | None) -> dict[str, Any]:
+    """Return `world_size` and `dist` for a recipe. With process_group=1 they describe a job of one process."""
+    if process_group is None:
+        return {"world_size": ranks.size, "dist": dist}
+    return {"world_size": 1, "dist": SimpleNamespace(get_world_size=lambda: 1, all_reduce=lambda tensor: None)}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -156,7 +164,7 @@ def test_a_step_has_the_gradients_and_buffers_of_one_process(ranks: Ranks, name:
 
     def train(samples: slice, process_group: int | None) -> Results:
         model = syncbn.convert_syncbn_model(copy.deepcopy(initial_model), process_group)
-        variables = {"model": model, "ddp": DistributedDataParallel(model), "world_size": ranks.size}
+        variables = {"model": model, "ddp": DistributedDataParallel(model)} | world(ranks, process_group)
         variables = run_code(step, **variables, **{key: tensor[samples] for key, tensor in batch.items()})
         # The recipe of torch.func stores the gradients in a variable, the other recipes in the parameters.
         return [], variables.get("gradients", gradients(model)) | dict(model.named_buffers())
