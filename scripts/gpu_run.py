@@ -58,10 +58,8 @@ FAULTS = {
     "NaN": (ANYTHING, r"NaN or infinity in the input of body\.bn1 forward, call 3 on rank 1"),
     "replay": (DIFFERENT_GRAPHS, DIFFERENT_GRAPHS),
 }
-DISTRIBUTED_TESTS = (
-    ("wrappers", "promises"),
-    ("recipes", "groups", "running_stats"),
-)  # two jobs that take about equally long
+# Two jobs that take about equally long.
+DISTRIBUTED_TESTS = ("wrappers", "promises"), ("recipes", "groups", "running_stats")
 
 
 class Skip(Exception):  # noqa: N818  # not an error
