@@ -67,6 +67,11 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if not (is_interpreted or torch.cuda.is_available()):
             pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
+        if is_interpreted:  # The checks for overflow take a quarter of the time, and are ignored without `debug`.
+            from triton.runtime import interpreter
+
+            options = interpreter.InterpreterOptions(sanitize_overflow=False)
+            monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
         with torch.device("cpu" if is_interpreted else "cuda"), warnings.catch_warnings():
             # NumPy warns of infinities and scalars in the interpreter.
             warnings.simplefilter("ignore", RuntimeWarning)

@@ -153,9 +153,14 @@ def test_nn_syncbatchnorm_keeps_its_group_in_a_conversion_and_a_revert(ranks: Ra
 
 
 @pytest.mark.parametrize(
-    "fullgraph", [None, *(pytest.param(value, marks=pytest.mark.compiles) for value in (True, False))]
+    ("destroyed", "fullgraph"),
+    [
+        ("the group", None),
+        ("all groups, and a default group is created", None),
+        ("all groups", None),
+        *(pytest.param("all groups", fullgraph, marks=pytest.mark.compiles) for fullgraph in (True, False)),
+    ],
 )
-@pytest.mark.parametrize("destroyed", ["the group", "all groups", "all groups, and a default group is created"])
 def test_no_other_group_replaces_a_destroyed_group(ranks: Ranks, destroyed: str, fullgraph: bool | None) -> None:
     """Other ranks may still use the destroyed group, and would wait in it. Only a layer that is unpickled afterwards
     may use another group of the same ranks. `fullgraph`: None does not compile the layer."""
