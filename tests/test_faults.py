@@ -71,7 +71,7 @@ FAULTS = {
     "stopped for longer than the timeout": Fault(
         positions(IN_BN1, f"last seen {AFTER_STEP_2}{ITS_PROCESS}is stopped") + "A debugger or a signal"
     ),
-    # The last rank has one batch more, or one less, than the six batches of each other rank, or validates.
+    # Each other rank has six batches. The last rank has seven, or five, or six and a validation.
     "one more step": Fault(
         "",
         positions("after body.bn1 backward, call 6; has left", "in body.bn1 forward, call 7")
@@ -82,13 +82,13 @@ FAULTS = {
         r"a collective outside of syncbn's layers failed on rank 0\.\n(ranks? .* body.bn1 .*\n)+(.*\n)*.*empty batch",
         num_ranks=3,
     ),
-    # In the third step the last rank evaluates, and takes part in the broadcast that DistributedDataParallel issues for
-    # the forward of rank 0. Rank 0 then waits in a layer, and the last rank in the broadcast for its own forward.
+    # DistributedDataParallel broadcasts buffers before each forward. In the third step the broadcast of the last rank's
+    # evaluation meets that of rank 0's training. Rank 0 then waits in a layer, and the last rank in its next broadcast.
     "validates through DDP": Fault(positions(IN_BN1, AFTER_STEP_2)),
     # The models or the inputs differ.
     "channels": Fault(
         "gloo::EnforceNotMet",  # gloo ends rank 0 before rank 0 can report.
-        # Rank 1 raises the first error if the sums of rank 0 arrive before rank 0 ends, otherwise the second error.
+        # Rank 1 reports sums of different sizes if those of rank 0 arrive before rank 0 ends, and otherwise a failure.
         r"(sums of different sizes|a collective failed on rank 1 after .*)\.\n"
         + positions(WITH_CHANNELS.format(4), WITH_CHANNELS.format(5))
         + "Build the same model on every rank",
@@ -259,7 +259,7 @@ def test_a_job_killed_at_random_moments_ends_with_the_checkpoint_of_an_uninterru
     torch.testing.assert_close(load_checkpoint(killed), load_checkpoint(uninterrupted), rtol=0, atol=0)
 
 
-def test_two_ranks_continue_the_job_of_three_with_the_same_batch(tmp_path: Path) -> None:
+def test_two_ranks_continue_the_job_of_three_with_the_same_batch_size(tmp_path: Path) -> None:
     run_on_ranks(3, *digits(tmp_path, 10, epochs=1))
     run_on_ranks(2, *digits(tmp_path, 10, epochs=2))
     metrics = json.loads((tmp_path / "metrics.json").read_text())

@@ -41,14 +41,15 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ThisRank]
 
 
 def make_position(call_number: int, pass_name: str = "forward", **fields: object) -> Position:
-    """Return a position in the layer bn, of which each call is a forward and a backward: two collectives."""
+    """Return a position in the layer bn. Each of its calls issues a collective in forward and one in backward."""
     sequence_number = 2 * call_number + (1 if pass_name == "backward" else 0)
     description = f"bn {pass_name}, call {call_number}"
     return Position("0", sequence_number, pass_name, description, call_number)._replace(**fields)
 
 
 def write(reader: ThisRank, key: str, value: object, process: int = 0) -> None:
-    """Write the value of ranks 0 and 2, as if the process with this id wrote it in its default group 0."""
+    """Write the value of ranks 0 and 2, as if the process with the id `process` had written it in its first default
+    group."""
     for rank in (0, 2):
         reader.store.set(f"{reader.prefix}/{rank}/{key}", json.dumps([[process, 0], value]))
 
@@ -74,8 +75,8 @@ def test_a_report_has_the_age_of_each_position(reader: ThisRank, seconds: float,
 
 
 def test_values_of_an_earlier_process_of_a_rank_are_ignored(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher may replace a process and keep the store. A rank's present process has written the rank's position.
-    torchrun may also keep the store when it restarts all ranks."""
+    """A launcher may replace a process and keep the store. So may torchrun, when it restarts all ranks. A value counts
+    only if the process that wrote it has also written the rank's position."""
     write(reader, "a key", "value", process=1)
     write(reader, "position", make_position(7), process=1)
     assert reader.read([0, 2], "a key") == ["value", "value"]
@@ -92,8 +93,8 @@ def test_values_of_an_earlier_process_of_a_rank_are_ignored(reader: ThisRank, mo
 WAITING, BACKWARD, LATE = make_position(3), make_position(3, "backward"), make_position(2, "backward")
 VALIDATING, LEFT = WAITING._replace(lacks_grad=True), LATE._replace(departure="has left")
 FAILED = WAITING._replace(error="has raised RuntimeError: syncbn: a collective failed on rank 1 after 3.0 s.")
-# An entry has the position of the rank that reports, or None if this rank waits outside of layers; the positions of
-# all ranks; and the first cause in a list, which is empty if a position explains the failure.
+# The columns: the position of the rank that reports (None: it waits outside of layers), the positions of all ranks, and
+# a list with the first cause. The list is empty if a position explains the failure.
 CAUSES: dict[str, tuple[Position | None, list[Position], list[str]]] = {
     "one rank of three waits": (WAITING, [WAITING, LATE, LATE], [report.EXTRA_CALL]),
     "all ranks wait in one call": (WAITING, [WAITING, WAITING], [report.ONE_CALL]),
@@ -129,8 +130,8 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
     ],
 )
 def test_errors_of_collectives_are_recognised(error: Exception, from_collective: bool, is_consequence: bool) -> None:
-    """A rank reports all positions after the error of a collective outside of layers. In reports this error is not the
-    cause of a failure, because it follows from another rank's error."""
+    """After the error of a collective outside of layers, a rank reports all positions. A report does not give such an
+    error as the cause of a failure (`is_consequence`), because it follows from an error of another rank."""
     try:
         raise error
     except RuntimeError:
@@ -153,7 +154,7 @@ def test_a_store_is_called_again_after_a_timeout(reader: ThisRank) -> None:
 
 
 @pytest.mark.parametrize("reader", [dist.FileStore], indirect=True)
-def test_a_file_gets_a_position_that_is_the_same_in_two_polls(reader: ThisRank) -> None:
+def test_a_file_store_gets_a_position_only_if_two_polls_find_it(reader: ThisRank) -> None:
     """A file grows with each write, so a position in each second would make the file of a week's job too large."""
     reader.departure = "has left"
     position = watchdog._poll(reader, reader.written_position)

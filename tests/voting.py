@@ -1,12 +1,12 @@
-"""The pytest plugin for tests on several ranks: votes, and after them the fixtures of tests/distributed.
+"""The pytest plugin for tests on several ranks. It has the votes and, at the end, the fixtures of tests/distributed.
 
     torchrun --standalone --nproc-per-node 2 -m pytest -p voting ...
 
 A test that fails on one rank fails on all, and affects no other test. Without the plugin, a rank that fails before a
 collective would leave the other ranks waiting. Their collective would pair with a collective of the failed rank's NEXT
 test, and the wrong test would fail. So set-up, call and teardown of each test end with a vote over the store of
-torchrun. A rank that has failed first destroys its process group, which raises an error on ranks that wait in a
-collective. Then all ranks exchange their outcomes. If a rank has failed, all ranks raise the same AssertionError and
+torchrun. Before it votes, a rank that has failed destroys its process group. This raises an error on ranks that wait in
+a collective. Then all ranks exchange their outcomes. If a rank has failed, all ranks raise the same AssertionError and
 create a new process group.
 """
 
@@ -116,7 +116,7 @@ def release_locals(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            frame.f_locals  # noqa: B018  # Before Python 3.13 a frame has a copy of its locals, which this updates.
+            frame.f_locals  # noqa: B018  # Before Python 3.13 a frame keeps a copy of its locals. This reads them again.
         error = error.__context__
     gc.collect()
 
@@ -195,7 +195,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings(*WARNINGS_OF_COMPILERS))
             item.add_marker("two_ranks")
         if world.ranks.size != 2 and item.get_closest_marker("two_ranks"):
-            item.add_marker(pytest.mark.skip(reason="slow, and nothing in it depends on W"))
+            item.add_marker(pytest.mark.skip(reason="slow, or written for two ranks"))
 
 
 @pytest.fixture(autouse=True)
@@ -209,8 +209,8 @@ def reset_dynamo(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def set_seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that sets waiting times by their names. By default an error waits 10 s for the positions of the
-    other ranks, enough for a busy machine."""
+    """Return a function that sets waiting times by their names. By default a report waits up to 10 s, enough for a busy
+    machine, for a rank to leave."""
     # The other waiting times are constants of the module `report`.
     defined_in: dict[str, object] = {"POLL_SECONDS": watchdog, "next_warning_seconds": Collective}
 

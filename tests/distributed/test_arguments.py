@@ -44,7 +44,7 @@ def raises_on_all_ranks(
     assert str(raised.value).count(text) == 1
 
 
-# Each function sets attributes of the layer, or passes the layer's tensors to a function, and returns the call to test.
+# Each helper returns the call to test: of a layer whose attributes it has set, or of a function with the layer's tensors.
 
 
 def layer_call(
@@ -102,7 +102,7 @@ CASES: list[tuple[Callable[..., Callable[[], object]], dict[str, object], dict[s
     (layer_call, {"fuse_relu": torch.tensor([True, False])}, {}, TypeError, "fuse_relu must be a bool, got tensor([ True, False]) of type"),
     (layer_call, {"track_running_stats": None}, {}, TypeError, "track_running_stats must be a bool, got None of type NoneType"),
     (layer_call, {"_check_input_dim": refuse}, {}, AssertionError, "refused by a check of the user"),
-    # Programs that prune channels replace the tensors only. Rank 0 must send as many sums as the other ranks.
+    # Programs that prune channels do not update num_features, here 6. Rank 0 must send the sums of 3 channels, not of 6.
     (layer_call, {"num_features": 6, "x": X[:, :2]}, {"num_features": 6}, ValueError, "expected 3 channels in dim 1 of the input, got 2"),
     (layer_call, {"running_mean": inference_tensor(C)}, {}, ValueError, "running_mean cannot be updated in place, as it was made in torch.inference"),
     (layer_call, {"running_mean": torch.zeros(1).expand(C)}, {}, ValueError, "running_mean cannot be updated in place, as several of its elements"),
@@ -139,8 +139,8 @@ def test_a_bad_argument_of_rank_0_raises_on_every_rank_and_a_similar_argument_do
     bad: dict[str, object], good: dict[str, object], error: type[Exception], text: str, is_cached: bool,
 ) -> None:  # fmt: skip
     """Otherwise the other ranks would update their statistics, and wait in backward. After a valid call the options of
-    the layer and the kernels are cached. An error needs neither NumPy, on which torch does not depend, nor values of
-    tensors on the default device, here "meta"."""
+    the layer and the kernels are cached. NumPy may be missing, and tensors on the default device, here "meta", may have
+    no values: syncbn raises the error without either."""
     clear_kernel_caches(monkeypatch)
     monkeypatch.setattr(Tensor, "numpy", None)
     layer = syncbn.SyncBatchNorm(C)
@@ -201,8 +201,8 @@ def test_an_error_names_the_layer_and_every_faulty_rank(
 def test_each_layer_warns_once_on_a_rank_whose_sums_are_not_finite(
     ranks: Ranks, dtype: torch.dtype, value: float, cause: str | None, mode: Callable[[], Any]
 ) -> None:
-    """Rank 0 has the value. If the outputs of all ranks become NaN, all ranks warn in the next layer. The second
-    warning of a process explains the first."""
+    """Rank 0 has the value. If the outputs of all ranks become NaN, all ranks warn in the next layer. After its
+    first warning a process issues another one, which explains the first."""
     if value == 3e38 and "C++" not in available():
         pytest.skip("other kernels may compute squares in another dtype")
     first, second = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(C), nn.BatchNorm1d(C)).double())
@@ -214,7 +214,7 @@ def test_each_layer_warns_once_on_a_rank_whose_sums_are_not_finite(
             y = first(x)
             second(y)
     assert first.running_var.isfinite().all() == (cause is None)
-    has_nan = value != 3e38  # The mean with 3e38 is finite, and so are the outputs.
+    has_nan = value != 3e38  # With 3e38 in float32 mean^2 is finite, and so are the outputs.
     assert y.isnan().all() == has_nan
     names = ["layer '0'"] if ranks.rank == 0 and cause is not None else []
     names += ["layer '1'"] if has_nan else []

@@ -135,7 +135,7 @@ def test_a_second_conversion_keeps_the_group_unless_another_is_given(ranks: Rank
 
 
 def test_nn_syncbatchnorm_keeps_its_group_in_a_conversion_and_a_revert(ranks: Ranks) -> None:
-    """While the groups for an int do not exist, the revert is refused and changes no layer."""
+    """With process_group=1 a revert is refused and changes no layer until create_syncbn_process_group(1) is called."""
     for group in (dist.new_group(), dist.new_group([0])):  # Other ranks get NON_GROUP_MEMBER for the second group.
         model = syncbn.convert_syncbn_model(nn.Sequential(nn.SyncBatchNorm(C, process_group=group)))
         assert model[0].process_group == group
@@ -193,8 +193,8 @@ def test_no_other_group_replaces_a_destroyed_group(ranks: Ranks, destroyed: str,
 
 @pytest.mark.parametrize("error", ["ValueError: process_group=0", "RuntimeError: .* was destroyed"])
 def test_ranks_that_wait_report_why_another_rank_has_no_group(ranks: Ranks, reports: Reports, error: str) -> None:
-    """Rank 1 raises without joining the all_reduce in which the other ranks wait, and calls their layer only after they
-    have reported the error."""
+    """Rank 1 raises without joining the all_reduce of `layer`, in which the others wait, and joins it after they have
+    reported the error."""
     layer, layer_of_group = (make_layer(group, ranks) for group in (None, dist.new_group()))
     dist.barrier()
     if ranks.rank == 1:

@@ -1,7 +1,7 @@
 """Tests that ranks in different layers, passes or calls raise an error, and ranks in the same layers raise none.
 
-On GPUs a later call raises: test_status.py. Models of one class have layers of one name, which instance numbers
-distinguish: syncbn/ranks/sites.py.
+On GPUs a later call raises: test_status.py. Two models of one class have layers of the same name. Instance numbers,
+which syncbn/ranks/sites.py explains, tell these layers apart.
 """
 
 import collections
@@ -89,7 +89,7 @@ def test_a_shallow_copy_is_another_layer(ranks: Ranks) -> None:
     first = syncbn.SyncBatchNorm(3)
     first(X)
     second = copy.copy(first)
-    # nn.DataParallel copies the `__dict__` of a module. Copy it here too, whatever copy.copy may have left out.
+    # nn.DataParallel copies the `__dict__` itself. So does this test, in case a layer ever defines `__copy__`.
     vars(second).update(vars(first))
     second(X)
     with pytest.raises(RanksDifferError, match=r"rank 0: in SyncBatchNorm .*; number \d+ of SyncBatchNorm\(3\)\n"):
@@ -136,7 +136,7 @@ def test_sums_of_different_sizes_raise(
         return total
 
     wrap_all_reduce(leave_last_element_unwritten)
-    set_seconds(SETTLE_SECONDS=0.1)  # A report waits for this time for a rank that leaves. Here no rank leaves.
+    set_seconds(SETTLE_SECONDS=0.1)  # A report waits so long for a rank to leave. Here no rank leaves.
     error, message = RuntimeError, r"have sent sums of different sizes\.\nrank"
     if ranks.rank == 0:  # This rank has a bad argument, and raises its own error.
         error, message = ValueError, "expected 3 channels"
@@ -155,7 +155,7 @@ def random_batch() -> Tensor:
 @pytest.mark.parametrize("num_errors", [0, 300])  # 300 exceeds NUM_IDS, the number of ids of calls.
 def test_backwards_of_different_calls_raise(ranks: Ranks, num_errors: int, derivative: str) -> None:
     """Without an error the gradients of two calls would be mixed. Backwards of the same call raise no error, even if
-    rank 0 has counted more calls than the other ranks, because calls have raised an error on rank 0 alone."""
+    rank 0 has counted more calls than the other ranks: it also counts calls that raised an error on rank 0 alone."""
 
     def loss(x: Tensor) -> Tensor:
         y = sync_batch_norm(x, None, None, training=True)
@@ -172,7 +172,7 @@ def test_backwards_of_different_calls_raise(ranks: Ranks, num_errors: int, deriv
 
     if ranks.rank == 0:
         for _ in range(num_errors):
-            # A tensor of shape () does not show how many channels the other ranks have, so only this rank raises.
+            # From a tensor of shape () this rank cannot tell how many sums to send, so it sends none and raises alone.
             with pytest.raises(ValueError, match="at least 2"):
                 sync_batch_norm(torch.tensor(1.0), None, None, training=True)
     differentiate([0, 1, 1, 0])  # All ranks run the backwards in the same order.
@@ -200,7 +200,7 @@ def train(*models: nn.Module) -> None:
 
 
 # The models that rank 1 trains, then the models that the other ranks train, with a letter for each step. A model is
-# built before its first step and deleted after its last step. Only the last step of all must raise an error.
+# built before its first step and deleted after its last step. The last step, and no earlier step, must raise an error.
 ORDERS = {
     "rank 1 swaps two steps": ("BAA", "ABA"),
     "rank 1 leaves out the first step of B": ("AAB", "ABA"),
@@ -216,8 +216,8 @@ ORDERS = {
 def test_ranks_that_train_models_of_one_class_in_different_orders_raise(
     ranks: Ranks, name: str, build_model: Callable[[], nn.Module]
 ) -> None:
-    """If a rank trains a model for the first time, the ranks cannot know whether the model is another model or the same
-    model, reloaded. The ranks agree on a new number, and raise when some rank uses the old number again."""
+    """A model that a rank trains for the first time may be a second model of the class, or the first model, reloaded:
+    the ranks cannot know. They agree on a new number, and raise when some rank uses the old number again."""
     models = collections.defaultdict(build_model)  # builds a model when its letter is first used
     order_of_rank_1, order_of_other_ranks = ORDERS[name]
     *letters, last = order_of_rank_1 if ranks.rank == 1 else order_of_other_ranks
@@ -231,7 +231,7 @@ def test_ranks_that_train_models_of_one_class_in_different_orders_raise(
     assert "Several models of one class" in str(error.value)
 
 
-def test_an_error_in_a_subgroup_has_the_ranks_of_the_default_group(ranks: Ranks) -> None:
+def test_an_error_in_a_subgroup_numbers_ranks_as_the_default_group_does(ranks: Ranks) -> None:
     if ranks.size < 3:
         pytest.skip("needs a group of two ranks without rank 0")
     group = dist.new_group(range(1, ranks.size))
@@ -296,8 +296,8 @@ def compile_model(model: nn.Module) -> nn.Module:
     ],
 )
 def test_a_rank_may_change_its_models_alone(ranks: Ranks, story: list, changed_rank: int) -> None:
-    """After the story the other rank makes the same changes. Then both ranks go through this again with new models, as
-    in the second fold of a cross-validation."""
+    """After the story the other rank of 0 and 1 makes the same changes. Then all ranks repeat both stories with new
+    models, as in the second fold of a cross-validation."""
     for _ in range(2):
         models = collections.defaultdict(build)
         for rank, step in itertools.product((changed_rank, 1 - changed_rank), story):
@@ -330,8 +330,8 @@ def test_a_rank_may_replace_a_model_before_its_backward(ranks: Ranks, order: str
 
 
 def test_a_second_conversion_renames_a_part_that_has_run(ranks: Ranks) -> None:
-    """The part ran on its own before it became a part of a larger model. On rank 1 another part ran, because this rank
-    has loaded the larger model from a file."""
+    """The part runs on its own, and then becomes a part of a larger model. On rank 1 the larger model has a new part
+    instead, as if this rank had loaded the larger model from a file."""
     part = build()
     y = part(random_batch())
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.Identity(), build() if ranks.rank == 1 else part))

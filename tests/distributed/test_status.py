@@ -30,7 +30,8 @@ pytestmark = [
     pytest.mark.two_ranks,
     pytest.mark.usefixtures("gpu"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU plays the GPU"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),  # NumPy's, in the interpreter
+    # Triton's interpreter causes these warnings of NumPy.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
 ]
 SEVERAL_POLLS = 0.3  # seconds; here the watchdog polls every 0.05 s
 
@@ -50,7 +51,7 @@ def mismatched_layer(model: Model, ranks: Ranks) -> syncbn.SyncBatchNorm:
 
 
 def latest_status(layer: syncbn.SyncBatchNorm) -> status.StreamStatus:
-    """Return the newest status of the layer's group. The tests that use it have one stream."""
+    """Return the status of the layer's group on its stream. The callers use one stream."""
     return status.status_of(layer._syncbn_site.group_state).streams[X.device, None]
 
 
@@ -90,7 +91,7 @@ def raises_in_later_calls(expected: str, error: type[Exception] = RanksDifferErr
 def test_ranks_that_differ_raise_in_later_calls(ranks: Ranks, name: str) -> None:
     *calls, expected = MIXTURES[name]
     with raises_in_later_calls(expected.replace("OTHERS", "rank 1")) as model, contextlib.suppress(RanksDifferError):
-        calls[ranks.rank](model)  # The second all_reduce of a backward with a graph already raises.
+        calls[ranks.rank](model)  # A backward with create_graph raises in its second all_reduce.
 
 
 def test_a_layer_that_one_rank_reloads_raises(ranks: Ranks) -> None:
@@ -127,7 +128,7 @@ def test_a_bad_argument_of_one_rank_raises_on_the_other_rank_later(
     expected = rf"another rank failed in bn1 forward, call 2\.\nrank 1: {error.__name__}: {message}"
     with raises_in_later_calls(expected, error) as model:
         if unchecked_ranks:
-            copy.deepcopy(mismatched_layer(model, ranks))(X).sum().backward()  # The copies have other statistics.
+            copy.deepcopy(mismatched_layer(model, ranks))(X).sum().backward()  # A copy has buffers of its own.
         if ranks.rank == 0:
             model.bn1(X)
         else:
@@ -173,7 +174,8 @@ def test_a_capture_allocates_no_status_words(ranks: Ranks, gpu: SimpleNamespace)
     """CUDA refuses to allocate pinned memory during a capture. A capturing stream uses the words of another stream, if
     there is one."""
     layer = Model().bn1
-    for stream, num_statuses in ((None, 0), (7, 1), (None, 1)):  # None: a capturing stream; 7: the handle of another
+    # The stream None captures, and the stream 7 does not.
+    for stream, num_statuses in ((None, 0), (7, 1), (None, 1)):
         gpu.stream = stream
         layer(X).sum().backward()
         assert len({*status.status_of(layer._syncbn_site.group_state).streams.values()}) == num_statuses
@@ -213,7 +215,8 @@ def test_the_error_names_a_rank_that_does_not_answer(
     ranks: Ranks, set_seconds: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank without a fault makes no call here, so it writes no report. Rank 1 does not answer in the first group, and
-    rank 0 not in the second. torch reuses names of destroyed groups, but rank 0's report of the first is not read."""
+    rank 0 not in the second. Both groups have one name, because torch reuses names of destroyed groups. In the second
+    group the report that rank 0 wrote in the first must not be read."""
     set_seconds(ANSWER_SECONDS=0.5)
     monkeypatch.setattr(torch_internals, "registered_name", lambda group: "a reused name")
     place, silence = "in bn1 backward, call 1", "has not answered within 0.5 s"
