@@ -321,21 +321,6 @@ def test_lightning_trains_as_one_process(ranks: Ranks, tmp_path: Path, strategy:
         assert_close(checkpoint["state_dict"], dict(alone.state_dict()))
 
 
-def test_the_values_of_nested_tensors_are_one_batch(ranks: Ranks) -> None:
-    """The sequences differ in length."""
-    normalize_nested = run_block("torch_features.md", "def normalize_nested")["normalize_nested"]
-    sequences = [torch.randn(1 + index % 3, 3) for index in range(2 * ranks.size)]
-
-    def train(samples: slice, process_group: int | None) -> Results:
-        nested = torch.nested.nested_tensor(sequences[samples], layout=torch.jagged, requires_grad=True)
-        layer = syncbn.SyncBatchNorm(3, process_group=process_group)
-        output = normalize_nested(layer, nested)
-        output.values().pow(3).sum().backward()
-        return [output.unbind(), nested.grad.unbind()], {}
-
-    assert_equals_one_process(ranks, [2] * ranks.size, train)
-
-
 @pytest.mark.parametrize("dim", [0, 2])
 def test_the_shards_of_a_dtensor_are_one_batch(ranks: Ranks, dim: int) -> None:
     """The shards are uneven, of samples or rows. The DTensor itself is refused, even if a single rank passes one."""
