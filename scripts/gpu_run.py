@@ -7,7 +7,7 @@
 The most informative parts come first. All parts have time limits, and --seconds limits all parts together. A
 part is skipped, with a reason, if a package or a program is missing, or no time is left. After each part the script
 writes gpu.json (verdicts and results) and gpu.log (the output of the programs) to --output. The exit status is 1 if a
-part failed. This file imports only the standard library, so that it can report missing packages.
+part failed or took too long. This file imports only the standard library, so that it can report missing packages.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from run_tests import Part as Program  # A part of run_tests.py is one program. 
 ROOT = Path(__file__).resolve().parent.parent
 DRY_RUN_FACTOR = 40  # A dry run multiplies all limits, because Triton's interpreter is slow.
 # Two ranks on one GPU communicate by nccl over the loopback interface, without InfiniBand. NVIDIA does not support this
-# (nccl#418), but nccl 2.28 accepts two ranks that have different values of NCCL_HOSTID.
+# (nccl#418), but nccl 2.28 accepts two ranks with different NCCL_HOSTID, which voting.py and faulty_job.py set.
 ONE_GPU = {"TESTS_BACKEND": "nccl", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "VERSION"}
 # Regular expressions that match the errors of ranks.
 DIFFERENT_LAYERS = r"rank 0: in body\.bn2 forward, call 3.*\n.*rank 1: in body\.bn3 forward, call 3"
@@ -129,7 +129,7 @@ def machine(part: Part) -> None:
 
 
 def correctness(part: Part) -> None:
-    """Test the kernels against the reference, and sizes, launches, graphs and streams that only a GPU has.
+    """Test the kernels against the reference, and run test_gpu.py: large layers, waits, CUDA graphs and streams.
 
     Each dtype has a process for its tests, and the tests without a dtype have one more. The processes compile kernels
     at the same time.
@@ -209,7 +209,7 @@ def sanitizer(part: Part) -> None:
     part.results.append({"ok": "ERROR SUMMARY: 0 errors" in pytest.text()})
 
 
-# Arguments of bench.py for the part "passes", which times forward and backward of single layers.
+# The part "passes" runs bench.py layers, with these arguments. The part "layers" runs bench.py gpu layers.
 PASSES = "layers --dtypes bfloat16 float32 --rounds 15 --shapes 32x64x112x112 32x256x56x56 32x512x14x14 32x2048x7x7"
 PASSES_OF_DRY_RUN = "layers --rounds 2 --shapes 2x8x3x3"
 PARTS: dict[str, tuple[Callable[[Part], None], float, str]] = {  # name -> function, limit in seconds, needed packages

@@ -228,7 +228,7 @@ def make_guard(*tensors: Tensor | None) -> Guard:
     freed storage.
     """
     check: Guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    if True:
+    if not torch.is_inference_mode_enabled():
         return check
     # Outside of inference mode `check` would accept an inference tensor, because the dispatch keys are equal.
     return lambda *others: torch.is_inference_mode_enabled() and check(*others)

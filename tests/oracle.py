@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The largest error before a result is rounded, relative to the largest term of a sum, by the dtype of the terms. 16-bit
-# terms are summed in float32. Elementwise kernels round several times, and a float32 rounding is 6e-8.
+# The largest error before a result is rounded, relative to the largest term of a sum, by the dtype of the terms. Up to
+# float32, a few terms are first added in float32, and elements are rounded several times, each time by 6e-8.
 TOLERANCE = {torch.float64: 1e-12} | dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 9e-7)
 
 
@@ -54,7 +54,7 @@ class Result(NamedTuple):
     running_mean: Tensor
     running_var: Tensor
     mean_square: Tensor  # E[x^2] of each channel
-    cancellation: float  # max E[x^2] / (var + eps): the variance may be a small difference of terms of this size.
+    cancellation: float  # max E[x^2] / (var + eps): how much larger are the terms whose difference is the variance
     gradient_scale: float  # max |dy * weight * invstd|: grad_input may be a small difference of terms of this size.
 
 

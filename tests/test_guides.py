@@ -49,6 +49,13 @@ def test_the_api_page_has_each_public_name() -> None:
     assert {name.split(".")[-1] for name in listed} - directives == {"forward"}  # which the docstring of a layer has
 
 
+def test_contributing_names_every_file_of_the_package() -> None:
+    page, package = (ROOT / ".github/CONTRIBUTING.md").read_text(), ROOT / "syncbn"
+    files = [file for file in package.rglob("*.*") if file.suffix in (".py", ".cpp", ".h") and file.stem != "__init__"]
+    names = [file.relative_to(package).as_posix() for file in files]
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub and MyST (docs/conf.py) give to headings down to the third level."""
     headings = re.findall(r"^#{1,3} (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)

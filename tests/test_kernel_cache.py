@@ -197,6 +197,17 @@ def test_inference_tensors_are_refused_outside_of_their_mode_although_kernels_ar
             sync_batch_norm(**arguments(input=x, **{name: bad}))
 
 
+def test_kernels_that_were_cached_in_inference_mode_are_not_used_for_inference_tensors_outside_of_it() -> None:
+    normal = arguments()
+    with torch.inference_mode():
+        bad = arguments()
+        sync_batch_norm(**normal)
+    with pytest.raises(
+        ValueError, match=r"running_mean cannot be updated in place, as it was made in torch\.inference"
+    ):
+        sync_batch_norm(**bad)
+
+
 def test_a_cache_is_bounded() -> None:
     """Otherwise batches that always have a new shape would fill the memory."""
     cache = kernel_cache.Cache(lambda *_: "kernels")

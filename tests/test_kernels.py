@@ -1,7 +1,8 @@
 """Tests that all back ends compute the same results, for all dtypes and for awkward sizes.
 
-A test calls the kernels as a rank does. In place of an all_reduce the test passes a total to which another rank has
-contributed. Tests that do not parametrize `kernels` run with every back end. test_triton.py tests status words.
+A test calls the kernels as a rank does. In place of the all_reduce a test may pass any total, such as one to which
+other ranks would have contributed. Tests that do not parametrize `kernels` run with every back end. test_triton.py
+tests status words, and test_inductor.py operators in compiled graphs.
 """
 
 import itertools
@@ -40,10 +41,10 @@ SIZES = [
 ]  # fmt: skip
 CPP_SIZES = [
     (9, 3, 31), (4, 3, 63), (2, 5, 1000), (9, 256, 1),  # rows and runs with and without a remainder
-    (7, 3, 1),  # fewer rows than are combined
+    (7, 3, 1),  # fewer rows than are processed at once
     (600, 3, 40), (100, 350, 3),  # two parts
     (9, 2100, 1), (3, 150, 31), (2, 2100, 32),  # several blocks of channels
-    (2, 9000, 1), (2, 9000, 0),  # scratch memory
+    (2, 9000, 1), (2, 9000, 0),  # partial sums that do not fit on the stack
 ]  # fmt: skip
 # Outputs of 16 MB or more bypass the caches.
 STREAMED_SIZES = [(3, 90, 16_000), (70_001, 64, 1), (70_001, 68, 1), (2103, 2064, 1)]
@@ -74,7 +75,7 @@ def test_forward_and_backward_equal_the_reference_in_float64(
 ) -> None:
     """The totals are sums over all ranks, so they may be any numbers. Here they do not depend on x and dy."""
     flags, channels = options.split(), sizes[1]
-    # Local sums are exact, because these values have few bits. float32 would not be enough for the float64 values.
+    # Local sums are exact, because these values have few bits. The float64 values have too many bits for float32.
     steps = 2**12 if dtype == torch.float64 else 8
     dy, x, residual = ((steps * tensor).round() / steps for tensor in kernel_calls.draw(3, sizes, dtype))
     mean, var, *sums, weight, bias = kernel_calls.draw_per_channel(6, channels)
@@ -91,7 +92,7 @@ def test_forward_and_backward_equal_the_reference_in_float64(
     with torch.enable_grad():  # Otherwise "chunks" would also compute the expected results in chunks.
         expected = run_both(reference, dy.double(), x.double(), residual=residuals[1], **arguments)
     expected_forward, expected_backward = expected
-    # In a forward Triton's kernels sum differences from a value near the mean, which has all bits.
+    # Triton's kernels sum x - center in a forward. The center has all bits, so the differences are rounded.
     rounding = (1e-14 if dtype == torch.float64 else 2**-22) if kernel_calls.is_triton(kernels) else 0
     magnitudes = run_forward(reference, x.double().abs()).payload
     assert ((forward.payload - expected_forward.payload).abs() <= rounding * magnitudes).all()

@@ -1,4 +1,4 @@
-"""Tests training calls whose layer, modes or memory change between calls, or between a forward and its backward.
+"""Tests of training calls: a layer, a mode or a tensor may change before the next call, or before the backward.
 
 On the fast path kernels get addresses, which torch's dispatcher does not check, so syncbn must notice the changes.
 test_kernel_cache.py tests which kernels a call gets. distributed/test_fuzz.py has ranks that pass different classes of
@@ -102,7 +102,7 @@ def test_modes_and_profilers_see_the_operators_of_syncbn() -> None:
 
 # The backward of a forward on the fast path
 
-DY = unreadable_tensors(torch.randn(SHAPE))  # One of them is not dense, and another has no memory.
+DY = unreadable_tensors(torch.randn(SHAPE))  # One of them is not dense, and two have no memory.
 DY["is_grads_batched"] = torch.randn(2, *SHAPE)  # two gradients for one backward
 
 
@@ -153,7 +153,7 @@ def test_the_input_is_saved_once_and_the_output_only_for_a_relu_after_a_residual
 
 @needs_cpp  # Without C++ kernels the relu is torch's, which saves the output.
 def test_output_and_bias_may_change_before_the_backward_of_a_fused_relu() -> None:
-    """nn.BatchNorm2d saves neither the output nor the bias, which an optimizer updates in place."""
+    """Both may change after a forward of nn.BatchNorm2d, which saves neither. An optimizer changes the bias."""
     layer, x, dy = syncbn.SyncBatchNorm2d(3, fuse_relu=True), torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
     inputs = x, layer.weight, layer.bias
     expected = torch.autograd.grad(layer(x), inputs, dy)
@@ -164,14 +164,9 @@ def test_output_and_bias_may_change_before_the_backward_of_a_fused_relu() -> Non
     torch.testing.assert_close(torch.autograd.grad(y, inputs, dy), expected, rtol=0, atol=0)
 
 
-# Tensor subclasses. Classes, metadata and values are those of nn.BatchNorm2d.
+# Tensor subclasses, and the gradient of a residual. Classes, metadata and values are those of nn.BatchNorm2d.
 
 ROLES = "input", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def train_and_evaluate(layer: Layer, x: Tensor) -> list[object]:
@@ -258,8 +253,8 @@ def make_views(offset: int, *tensors: Tensor) -> None:
 def test_a_forward_refuses_freed_storage_before_anything_is_sent_or_changed(
     freed: str, offset: int, is_cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """data_ptr() of a tensor in freed storage returns 0, which C++ kernels take for an absent tensor, or, if the tensor
-    is a view, the offset of the view. Other ranks must not train with sums of this rank."""
+    """In freed storage data_ptr() of a tensor is 0, which C++ kernels take for an absent tensor. For a view it is the
+    offset of the view. Other ranks must not train with sums of this rank."""
     layer, (x, z), passes = syncbn.SyncBatchNorm2d(3, fuse_relu=True), torch.randn(2, *SHAPE), list[str]()
     mask = torch.ones(4, dtype=torch.bool)
     make_views(offset, x, z, mask, *layer.parameters(), *layer.buffers())

@@ -1,5 +1,4 @@
-"""Models, a loss and a batch for tests of `syncbn.testing`. The ranks are new processes, which
-import these functions by name."""
+"""Models and a batch for tests of `syncbn.testing`, whose ranks are new processes and import them by name."""
 
 import os
 

@@ -2,7 +2,7 @@
 
     python scripts/bench.py guard main
 
-The other commit is cloned, and each tree builds its kernels, by its own build script. The trees run `bench.py kernels`
+The other commit is cloned. Each tree builds its kernels in place, by its own build script, and runs `bench.py kernels`
 in turn, so that other load slows both. The time of a kernel is the smallest of all turns. Prints the time of the
 kernels of a step with this tree, divided by the time with the other commit. The exit status is 1 if a ratio is above
 LIMIT. Ratios of a commit and itself were up to 1.16 (three runs, two cores that were not idle, 2026-11-28).
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(tree: Path, output: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Return case -> kernel -> row of the table that `bench.py kernels` prints, on a CPU thread."""
+    """Run `bench.py kernels` on one CPU thread, and return case -> kernel -> row of its table."""
     command = [sys.executable, "scripts/bench.py", "kernels", "--shapes", *SHAPES, "--output", output]
     environment = os.environ | KEEP_FREED_MEMORY | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.DEVNULL)

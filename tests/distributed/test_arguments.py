@@ -24,6 +24,7 @@ from voting import Ranks
 import syncbn
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available, select
+from syncbn.ranks.report import RanksDifferError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the other ranks raise at a later call")
 C = 3
@@ -91,6 +92,7 @@ def refuse(x: Tensor) -> None:
 CASES: list[tuple[Callable[..., Callable[[], object]], dict[str, object], dict[str, object], type[Exception], str]] = [
     (layer_call, {"x": X.to("meta")}, {}, ValueError, "the input is on meta but running_mean on cpu; move one with .to(device)"),
     (layer_call, {"z": X[:1]}, {"z": X}, ValueError, "expected z of the input's shape (2, 3, 4), got (1, 3, 4)"),
+    (layer_call, {"z": X.to("meta")}, {"z": X}, ValueError, "the input is on cpu but z on meta"),
     (layer_call, {"z": X[:, 0] > 0}, {"mask": X[:, 0] > 0}, TypeError, "got torch.bool; a mask is passed as mask=, not as z"),
     (layer_call, {"mask": [True] * 2}, {"mask": torch.as_tensor([True] * 2)}, TypeError, "expected mask to be a bool tensor, got list; use torch.as_tensor(mask)"),
     (layer_call, {"mask": torch.ones(2)}, {"mask": torch.ones(2) != 0}, TypeError, "got torch.float32; use mask != 0"),
@@ -183,6 +185,14 @@ def test_an_error_names_the_layer_and_every_faulty_rank(
     message = f"^layer '1': .*got {channels}" if ranks.rank < 2 else rf"layer '1' forward, call 1.\n{lines}"
     with pytest.raises(ValueError, match=message):
         model(torch.randn(2, channels))
+
+
+def test_a_bad_argument_is_the_context_of_the_error_that_ranks_are_in_different_layers(ranks: Ranks) -> None:
+    first, second = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(C), nn.BatchNorm1d(C)))
+    with pytest.raises(RanksDifferError, match="rank 0: in layer '0' forward, call 1\n") as error:
+        second(X) if ranks.rank else first(X[:, :2])
+    if ranks.rank == 0:
+        assert "expected 3 channels" in str(error.value.__context__)
 
 
 # Inputs that are not finite, or whose squares are not finite. The statistics then become infinite or NaN, as in torch.

@@ -1,7 +1,7 @@
 """Tests that a converted model trains on ranks as one process does, also if its layers define their own forwards.
 
-If a forward passes a parameter or buffer of its layer to F.batch_norm, this call is synchronised, in eager mode and in
-graphs. Other calls stay local, and a warning names the class of the layer. test_convert.py tests what needs no ranks.
+A call of F.batch_norm with the statistics of its batch is synchronised if it gets a tensor of its layer, in eager mode
+and in graphs. Others stay local, and a warning names the class of the layer. test_convert.py tests what needs no ranks.
 """
 
 import copy
@@ -130,7 +130,8 @@ LAYERS = [
     (TorchFunction, {"track_running_stats": False}, 1, []),
     # Every call in the forward of a layer without tensors is synchronised.
     (TorchFunction, {"track_running_stats": False, "affine": False}, 1, []),
-    # The unconverted layer synchronises too, so with another momentum its running variance would have another n.
+    # The unconverted layer gets the whole batch on each of W ranks, and synchronises, so its running variance would be
+    # that of W n values. With momentum 0 no running statistic changes.
     (CallsFunctional, {"momentum": 0.0}, 1, []),
     (BreaksGraph, {}, 1, []),
     (Frozen, {}, 0, []),

@@ -1,6 +1,6 @@
-"""Tests that random layers train, evaluate, convert and copy on uneven ranks like the float64 oracle of one rank.
+"""Tests that random layers train and evaluate like the float64 formulas of oracle.py, also when copied and converted.
 
-For more programs, or other programs:
+A program is a random layer with random steps. For more programs, or other programs:
 
     scripts/test.sh -k fuzz --fuzz-cases 20000 --fuzz-seed 1
 """
@@ -36,7 +36,7 @@ LAYOUTS = [
 
 class Program:
     """A random layer that takes random steps. All ranks draw the same numbers, so each rank knows the tensors of all
-    ranks."""
+    ranks of its group."""
 
     def __init__(self, draw: random.Random, ranks: Ranks) -> None:
         self.draw, self.ranks = draw, ranks
@@ -92,7 +92,7 @@ class Batch:
         self.subclass = draw.choices(CLASSES, k=ranks.size)[ranks.rank]
         generator = torch.Generator().manual_seed(draw.randint(0, 2**16) + first)
 
-        # The mask that the layer gets, and the mask of x (N, ...) with a channel dim of 1: True where a value counts.
+        # The layer gets `self.mask`. `self.counted` has x's shape with one channel. Both are True where a value counts.
         mask_shape = [draw.choice([1, size, size]) for size in shape]  # A size of 1 is broadcast.
         mask = (torch.rand(mask_shape, generator=generator) < draw.choice([0.0, 0.6, 0.6])).to(ranks.device)
         self.mask = draw.choice([None, mask.view(-1) if mask.numel() == len(mask) else mask])
@@ -107,7 +107,7 @@ class Batch:
             for tensor in (mean + std * x, dy, z)
         )
         self.x, self.dy, self.z = draw.choice(LAYOUTS)(x), dy, draw.choice([None, draw.choice(LAYOUTS)(z)])
-        if program.fuse_relu:  # Rounding errors decide whether the relu of almost 0 has a gradient.
+        if program.fuse_relu:  # Near 0 rounding errors decide whether the relu passes dy, so dy is 0.
             magnitude = self.oracle(relu=False).output.abs()
             self.dy = dy.masked_fill(self.counted & (magnitude < 1e-2 * max(1.0, largest(magnitude))), 0)
         self.dy = draw.choice(LAYOUTS)(self.dy)
@@ -135,7 +135,7 @@ class Batch:
             message = "Expected more than 1 value per channel when training, got 1"
             with assert_state_unchanged(layer), pytest.raises(ValueError, match=message):
                 layer(x, z, mask)
-        elif is_training or layer.track_running_stats or num_values > 1:  # Otherwise F.batch_norm raises an error.
+        elif is_training or layer.track_running_stats or num_values != 1:  # Otherwise one value is an error.
             count_collectives = self.group()._get_sequence_number_for_group
             before, num_collectives = copy.deepcopy(dict(layer.named_buffers())), count_collectives()
             z = None if z is None else z.requires_grad_()
@@ -178,7 +178,7 @@ class Batch:
             assert (self.gather(actual) == actual).all(), name
 
     def group(self) -> dist.ProcessGroup:
-        """Return the group of the layer. An attribute would keep a failed group, and ranks would wait in it."""
+        """Return the layer's group. The batch keeps no group: gloo wakes waiting ranks when the last reference ends."""
         return syncbn.create_syncbn_process_group(self.layer.process_group or 0) or dist.group.WORLD  # 0: all ranks
 
     def gather(self, tensor: Tensor) -> Tensor:

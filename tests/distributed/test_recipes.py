@@ -282,6 +282,7 @@ def test_a_model_is_converted_then_compiled_then_wrapped(ranks: Ranks) -> None:
 
 
 @pytest.mark.two_ranks
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Lightning trains on CPUs here")
 @pytest.mark.filterwarnings("ignore")  # Lightning advises to use workers, a validation loader and other things.
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_lightning_trains_as_one_process(ranks: Ranks, tmp_path: Path, strategy: str) -> None:

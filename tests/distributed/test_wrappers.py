@@ -1,6 +1,6 @@
 """Tests that a converted model trains like one process under DDP, FSDP, torch.compile, checkpointing and in pipelines.
 
-Other layers fail with activation checkpointing: pytorch#96136, pytorch#62471, fairscale#1035.
+With checkpointing the layers of other projects fail: pytorch#96136, pytorch#62471, fairscale#1035.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def checkpointed(model: nn.Sequential, implementation: CheckpointImpl) -> nn.Seq
 
 
 def shard_by_the_guide(ranks: Ranks) -> nn.Module:
-    """Return a sharded model, after its checkpoint has been loaded into an unsharded model and into the shards."""
+    """Run the block of the guide: shard a model, save it, and load it into an unsharded model and into the shards."""
     names = {"build_model": lambda: small_model().to(ranks.device)}
     names["mesh"] = init_device_mesh(ranks.device.type, (ranks.size,))
     return run_block("torch_features.md", "fully_shard(model, mesh", **names)["model"]
@@ -64,10 +64,14 @@ def test_a_wrapped_model_trains_like_one_process(ranks: Ranks, name: str) -> Non
     # bfloat16 rounds by 0.4 %, and four steps of training amplify the rounding errors.
     dtype, tolerance = (torch.float32, 0.05) if "bfloat16" in name else (torch.float64, 1e-11)
     model = syncbn.convert_syncbn_model(small_model(dtype)).to(ranks.device)
+    input_dtypes: set[torch.dtype] = set()
+    if "bfloat16" in name:
+        model[0][1].register_forward_pre_hook(lambda layer, inputs: input_dtypes.add(inputs[0].dtype))
     wrapped = WRAPPERS[name](model, ranks)
     model_with_state = wrapped if "FSDP" in name else model  # DDP and torch.compile rename the tensors of a state_dict.
     require_trains_as(small_model(dtype).to(ranks.device), ranks, model_with_state, wrapped, tolerance)
     assert not unequal(dict(wrapped.named_buffers()))
+    assert input_dtypes == ({torch.bfloat16} if "bfloat16" in name else set())
 
 
 # DistributedDataParallel.
@@ -187,8 +191,8 @@ def test_checkpointing_changes_no_bit(
     [(0, "the ranks differentiate different calls of a layer"), (1, r"different layers or calls.*\n.*forward, call 6")],
 )
 def test_backwards_of_different_checkpointed_calls_raise(ranks: Ranks, second_layer: int, message: str) -> None:
-    """If both calls are of layer 0, all ranks recompute the same call, and only their backwards differ. Otherwise their
-    recomputes differ, which are forward 6 of each layer."""
+    """A recompute is the next call of its layer. If both calls are of layer 0, the ranks agree on this next call, and
+    only their backwards differ. Otherwise the recomputes differ: call 6 of one layer or of the other."""
     layers, x = [syncbn.SyncBatchNorm(3) for _ in range(2)], torch.randn(4, 3, requires_grad=True)
 
     def losses_of_two_calls() -> list[Tensor]:
@@ -290,7 +294,7 @@ def test_a_layer_that_synchronises_with_ranks_of_other_stages_is_refused(
         module = syncbn.convert_syncbn_model(make_stage(index).to(ranks.device), process_group)
         if wrapper is DistributedDataParallel:
             module = DistributedDataParallel(module, process_group=dp)
-        # Without output_args the stage would run a forward to infer them, and torch 2.11 replaces its errors.
+        # Without output_args the stage would run a forward to infer them, whose errors torch 2.11 replaces.
         stage = PipelineStage(module, index, 2, ranks.device, input_args=(x,), output_args=(x,), group=pp)
         stage.forward_maybe_with_nosync(x)
 
