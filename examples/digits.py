@@ -140,7 +140,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
                 save(path, state)
     if dist.get_rank() == 0:
         accuracies = [trainer.tests["accuracies"][-1] for trainer in trainers]
-        report(trainers, "test accuracy", accuracies, f"{batch} images", arguments)
+        report(trainers, "test accuracy", accuracies, batch=f"{batch} images", arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # The other scripts source this file. `prepare_environment EXTRA...` makes .venv if it is missing, installs syncbn there with
-# these extras of pyproject.toml, and puts .venv/bin first on PATH. If .venv is missing, pip reaches no index and python3 has
-# torch, the scripts use python3 as it is, without the extras.
+# these extras of pyproject.toml, and puts .venv/bin first on PATH. If there is neither .venv nor an index for pip,
+# a python3 with torch is used as it is, without the extras.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # Ranks share the cores.
@@ -35,7 +35,9 @@ prepare_environment() {
 # Install Triton (0.6 GB), whose interpreter runs the GPU kernels on CPUs in tests. The version is not in constraints.txt,
 # because a torch for GPUs requires its own. (The interpreter of Triton 3.6 needs a numpy before 2.4.)
 prepare_triton() {
-    [[ ! -x .venv/bin/pip ]] || python -c 'import triton' 2>/dev/null || install_pinned --no-deps triton==3.6.0
+    if [[ -x .venv/bin/pip ]] && ! python -c 'import triton' 2>/dev/null; then
+        install_pinned --no-deps triton==3.6.0
+    fi
 }
 
 pip_reaches_an_index() {

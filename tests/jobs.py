@@ -1,6 +1,6 @@
 """Start programs for tests: commands, scripts, and scripts on several ranks.
 
-The ranks start without torchrun, which would start them later.
+The ranks start without torchrun, which is slower.
 
 A script does not wait until torch is imported: a server process has imported torch, and forks for each script. Apart
 from these imports a script runs, and ends, as if Python had started it.
@@ -58,8 +58,8 @@ def run(*command: object, folder: Path | None = None, **environment: str) -> str
 
 
 class Script(contextlib.AbstractContextManager["Script"]):
-    """A Python script that runs with its arguments, in a session of its own. The end of the context ends the script and
-    the processes in its session, by SIGTERM, on which torchrun also ends its ranks. After 40 s it uses SIGKILL."""
+    """A Python script that runs with its arguments, in its own session. The end of the context sends SIGTERM to its
+    process group, and SIGKILL after 40 s. On SIGTERM torchrun ends its ranks, which have sessions of their own."""
 
     def __init__(self, *command: object, **environment: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -158,8 +158,8 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _ask_server(*request: object) -> Any:
-    """Let the server start a script, with the arguments of `_run_script`, and return its process id. Or pass such a
-    process id, and return the exit status of the script, or None while the script runs."""
+    """Send the arguments of `_run_script`, and return the process id of the new script; or send such a process id, and
+    return the exit status of the script, or None while it runs."""
     print(json.dumps(request), file=_server().stdin, flush=True)
     return json.loads(_server().stdout.readline())
 
@@ -167,7 +167,7 @@ def _ask_server(*request: object) -> Any:
 def _run_script(command: list[str], environment: dict[str, str], output: str) -> NoReturn:
     os.setsid()
     output_file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    print(os.getpid(), flush=True)  # From here on the script can be killed, and its output be read.
+    print(os.getpid(), flush=True)  # The answer to `_ask_server`: the script can be killed, and its output be read.
     for file, number in ((os.open(os.devnull, os.O_RDONLY), 0), (output_file, 1), (output_file, 2)):
         os.dup2(file, number)
     os.environ.clear()

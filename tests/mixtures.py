@@ -14,7 +14,7 @@ X = torch.randn(4, 3, requires_grad=True)
 
 
 class Model(nn.Module):
-    """A model of two layers. The default is a new group, because a fault on a GPU makes a group unusable."""
+    """A model of two layers. By default it uses a new group, because a fault on a GPU makes a group unusable."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def test_a_conversion_changes_only_the_class_and_a_revert_restores_it(
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_a_lazy_layer_is_synchronised_from_its_first_forward() -> None:
+def test_the_first_forward_of_a_lazy_layer_is_that_of_syncbn() -> None:
     layer = syncbn.convert_syncbn_model(nn.LazyBatchNorm2d(momentum=0.2))
     assert type(syncbn.revert_syncbn_model(layer)) is nn.LazyBatchNorm2d
     syncbn.convert_syncbn_model(layer, process_group=1)  # groups of one rank
@@ -227,7 +227,7 @@ def test_a_warning_and_the_summary_name_the_layers_that_are_not_converted() -> N
     )
 
 
-def test_synchronised_instance_and_frozen_norms_are_not_named() -> None:
+def test_frozen_synchronised_and_instance_norms_are_not_named() -> None:
     """pytest turns a warning into an error. convert_sync_batchnorm is torch's name of the conversion."""
     layers = [nn.BatchNorm2d(3), nn.SyncBatchNorm(3), BatchNormAct2d(3), CallsSuper2d(3), Frozen(3)]
     layers += [parametrized(BatchNormAct2d(3)), nn.InstanceNorm2d(3, track_running_stats=True)]
@@ -236,6 +236,7 @@ def test_synchronised_instance_and_frozen_norms_are_not_named() -> None:
     model = nn.Sequential(*layers, syncbn.SyncBatchNorm2d(3), frozen)
     for convert in (syncbn.SyncBatchNorm.convert_sync_batchnorm, syncbn.convert_syncbn_model):
         assert syncbn.summary(convert(model)).others == ()
+    # A module traced by torch.fx is not named either: its layers can be converted.
     syncbn.convert_syncbn_model(torch.fx.symbolic_trace(nn.Sequential(nn.BatchNorm2d(3))))
 
 
@@ -274,7 +275,7 @@ def test_modules_that_keep_layers_in_plain_lists_and_dicts_are_named() -> None:
     assert syncbn.summary(syncbn.convert_syncbn_model(model)).others == ()
 
 
-# The byte code of a method is searched for names such as F.batch_norm. Arguments do not count.
+# Byte code is searched for names such as F.batch_norm, so a call with training=False counts.
 CALLS: list[Callable[..., Any]] = [
     lambda self, x: F.batch_norm(x, self.stored_mean, self.stored_var, training=self.training),
     lambda self, x: F.batch_norm(x, self.stored_mean, self.stored_var, training=False),

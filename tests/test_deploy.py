@@ -41,7 +41,7 @@ def test_fusion_of_graphs_leaves_converted_layers_and_fuses_reverted_layers() ->
     for fuse in (optimization.fuse, quantize_fx.fuse_fx, prepare_qat):
         model = converted_model(nn.BatchNorm2d(4)).eval()
         assert isinstance(fuse(model).get_submodule("1"), syncbn.SyncBatchNorm2d)
-        fused = fuse(syncbn.revert_syncbn_model(model.eval()))
+        fused = fuse(syncbn.revert_syncbn_model(model))
         assert not any(type(module) is nn.BatchNorm2d for module in fused.children())
 
 
@@ -81,7 +81,7 @@ def test_the_remedy_of_torchscript_depends_on_how_the_layer_was_made() -> None:
 # torch.fx.
 
 
-def call_twice(layer: nn.Module) -> nn.Module:
+def shared_layer(layer: nn.Module) -> nn.Module:
     """Return a model that calls the same layer under two names: first "0.1", then "1"."""
     return nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1), layer), layer)
 
@@ -89,9 +89,9 @@ def call_twice(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("layer_class", LAYER_CLASSES)
 def test_a_converted_layer_is_a_leaf_as_nn_batchnorm_is(layer_class: type[nn.Module], training: bool) -> None:
-    model = syncbn.convert_syncbn_model(call_twice(layer_class(3))).train(training)
+    model = syncbn.convert_syncbn_model(shared_layer(layer_class(3))).train(training)
     graph = fx.symbolic_trace(model)
-    assert graph.code == fx.symbolic_trace(call_twice(nn.BatchNorm2d(3))).code
+    assert graph.code == fx.symbolic_trace(shared_layer(nn.BatchNorm2d(3))).code
     assert graph.get_submodule("0.1") is model[1]
     assert torch.equal(graph(X), model(X))
 
@@ -118,7 +118,7 @@ class DoubleOutput(syncbn.SyncBatchNorm2d):
         return super().forward(x) * 2
 
 
-def test_code_around_the_forward_is_refused_because_it_would_run_twice() -> None:
+def test_code_around_the_forward_is_refused_because_graph_and_leaf_would_run_it() -> None:
     """With the tracer of the guide, which the error recommends, the code runs once."""
     hooked, pre_hooked = syncbn.SyncBatchNorm(3), syncbn.convert_syncbn_model(CallsSuper2d(3))
     hooked.register_forward_hook(lambda layer, inputs, output: output * 2)
@@ -127,7 +127,7 @@ def test_code_around_the_forward_is_refused_because_it_would_run_twice() -> None
     forward = wrapped.forward
     wrapped.forward = lambda x: forward(x) * 2
     for layer in (DoubleOutput(3), hooked, pre_hooked, wrapped):
-        model = call_twice(layer)
+        model = shared_layer(layer)
         with pytest.raises(TraceError, match=r"0\.1 \(\w+\) cannot be a leaf here: .* twice; .* is_leaf_module"):
             fx.symbolic_trace(model)
         graph = run_block("deploy.md", "class Tracer", model=model)["graph"]
@@ -162,9 +162,8 @@ def test_a_model_that_was_trained_with_masks_is_exported_in_evaluation(tmp_path:
     model = Masked(syncbn.SyncBatchNorm1d)
     x, mask = torch.randn(5, 3, 9), torch.arange(9) < torch.tensor([9, 7, 3, 1, 5])[:, None]
     model(x, mask)
-    names = {"ddp": SimpleNamespace(module=model), "Network": Masked}
+    names = NAMES | {"ddp": SimpleNamespace(module=model), "Network": Masked}
     program = run_block("deploy.md", "program = torch.export.export", **names, x=x, mask=mask)["program"]
-    names |= NAMES
     file = tmp_path / "masked.py"
     file.write_text(code_block("deploy.md", "class MaskedBatchNorm1d"))
     exec(compile(file.read_text(), file, "exec"), names)  # torch.jit.script reads the source in the file.

@@ -25,7 +25,7 @@ def train_on_two_ranks(output: Path, name: str, *settings: object) -> dict[str, 
 
 
 SCENES = "--steps 5 --width 4 --test-scenes 4"
-# Commands, each with the keys of a distance from one process in the metrics
+# Commands, each with the path in its metrics to the distance from one process
 JOBS = [
     ("digits --epochs 1 --steps 30", "runs", "syncbn", "distance"),
     (f"segmentation {SCENES}", "runs", "syncbn", "distance"),

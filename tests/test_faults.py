@@ -93,7 +93,7 @@ FAULTS = {
         + positions(WITH_CHANNELS.format(4), WITH_CHANNELS.format(5))
         + "Build the same model on every rank",
     ),
-    # A function gets a weight of 3 values for 4 channels. The rank records its ValueError before gloo ends the rank.
+    # The last rank passes 4 channels and a weight of 3, and records its ValueError before gloo ends it.
     "two numbers of channels": Fault(
         r"rank 1: (last seen )?in sync_batch_norm forward, call 1; .*has raised ValueError: expected 3 channels",
         "gloo::EnforceNotMet",
@@ -138,7 +138,7 @@ def ip(arguments: str) -> str:
 
 
 class Host:
-    """A network namespace with a host name. `names` is its /etc/hosts."""
+    """A network namespace with a host name. `names` is the /etc/hosts of all hosts."""
 
     def __init__(self, index: int, folder: Path) -> None:
         self.name, self.address = f"host{index}", f"10.213.0.{1 + index}"
@@ -242,10 +242,10 @@ def test_a_job_killed_at_random_moments_ends_with_the_checkpoint_of_an_uninterru
     steps_at_kills = [0]
     with Script(*torchrun, *digits(killed, steps), **variables) as job:
         for kill in range(num_kills):
-            restarts = kill % 2 == 1
-            if not restarts:
+            in_restart = kill % 2 == 1
+            if not in_restart:
                 wait_until(lambda: num_steps(killed) > steps_at_kills[-1])
-            time.sleep(chance.uniform(0, 3 if restarts else 0.5))  # A restart takes longer than a step.
+            time.sleep(chance.uniform(0, 3 if in_restart else 0.5))  # A restart takes longer than a step.
             ranks = list[int]()
             while not ranks:
                 assert job.poll() is None, "the job ended before the last kill: give it more steps"

@@ -46,7 +46,7 @@ def test_the_api_page_has_each_public_name() -> None:
     listed = {*API_NAME.findall(API_PAGE)}
     assert public - internal <= listed
     directives = {*re.findall(r"\w+", API_PAGE.split("```{eval-rst}\n")[1])}  # Sphinx adds these names' docstrings.
-    assert {name.split(".")[-1] for name in listed} - directives == {"forward"}  # which the docstring of a layer has
+    assert {name.split(".")[-1] for name in listed} - directives == {"forward"}  # Sphinx lists it with its class.
 
 
 def test_contributing_names_every_file_of_the_package() -> None:
@@ -64,7 +64,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", [*PAGES, *ROOT.glob(".github/workflows/*.yml")], ids=lambda page: page.name)
 def test_links_and_names_exist(page: Path) -> None:
-    """Links lead to files, headings and tests. Paths are those of files, and dotted names those of the package."""
+    """Each link leads to a file, heading or test. Each path and each dotted name of the package exists."""
     text = page.read_text()
     for link in re.findall(r"\]\((?!http)([^)\s]+)\)", BLOCK.sub("", text)):
         file, _, anchor = unquote(link).partition("#")
@@ -119,6 +119,6 @@ def test_the_package_prints_each_message_that_the_guide_explains() -> None:
     source = "\n".join(file.read_text() for file in (ROOT / "syncbn").rglob("*.py"))
     source = re.sub(r'"\s+f?"', "", source)  # Python joins adjacent strings.
     for message in messages:
-        # Three dots stand for a value. The code does not have the other words in one string with the text after them.
+        # "..." stands for a value. The code may add "syncbn: " and the other two beginnings at run time.
         for text in re.split(r"\.\.\.|^syncbn: |^running statistics are |^in ", message):
             assert text.strip(" ().") in source, message

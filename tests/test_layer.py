@@ -96,7 +96,7 @@ def test_evaluation_reads_a_per_channel_tensor_that_is_not_dense(name: str) -> N
     torch.testing.assert_close(*results)
 
 
-def test_the_backward_of_an_evaluation_after_a_later_training_call_is_an_error() -> None:
+def test_a_training_call_between_evaluation_and_its_backward_is_an_error() -> None:
     """The backward needs the old running statistics. nn.BatchNorm computes a wrong gradient
     (docs/when_ranks_disagree.md)."""
     layer, x = syncbn.SyncBatchNorm1d(3), torch.randn(4, 3, requires_grad=True)
@@ -211,9 +211,10 @@ def test_an_error_begins_with_the_name_of_the_layer_and_ends_with_the_remedy(
 @pytest.mark.parametrize("case", ["fast path", "dispatched kernels", "compiled graph"])
 def test_one_value_per_channel_raises_at_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single rank knows the number of values from the shape, so the host need not wait for the total on a GPU."""
-    model: nn.Module = make_layer(momentum=torch.tensor(0.1) if case == "dispatched kernels" else 0.1)
+    momentum = torch.tensor(0.1) if case == "dispatched kernels" else 0.1  # A tensor rules out the fast path.
+    model: nn.Module = make_layer(momentum=momentum)
     if case == "compiled graph":
-        model(X)  # The first call of a process searches the stack for nn.DataParallel, of which Dynamo would warn.
+        model(X)  # A process's first call searches the stack for nn.DataParallel. Dynamo would warn of the search.
         torch._dynamo.reset()
         model = torch.compile(model, backend="eager", dynamic=True)
     else:

@@ -75,14 +75,15 @@ ALLOWED = {
     "syncbn.torch_internals": (*LOWEST, "torch.distributed"),
     "syncbn.payload": (),
 }
-# Methods of layer.py import these modules when they are called. Like torch's layer, the layer has a classmethod that
-# converts models. If a program has replaced the forward of torch's class, the layer calls it like that of a subclass.
+# Methods of layer.py import these modules when called: convert_sync_batchnorm imports convert, and forward imports
+# subclasses if a program has replaced the forward of nn.BatchNorm.
 IMPORTED_IN_METHODS = {("syncbn.layer", "syncbn.convert"), ("syncbn.layer", "syncbn.subclasses")}
 
 # module -> dotted names of the modules and objects that it imports, also for type annotations
 IMPORTS: dict[str, list[str]] = {}
 for file in (ROOT / "syncbn").rglob("*.py"):
-    imported = IMPORTS[".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = []
+    module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    imported = IMPORTS[module] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
@@ -107,7 +108,7 @@ def test_there_are_no_import_cycles() -> None:
 
 
 def test_an_installed_package_and_a_clone_find_their_kernels(tmp_path: Path) -> None:
-    """To save time, the C++ compiler is a Python program that copies the library of this clone to its argument -o."""
+    """pip leaves the library in `clone`, too. The C++ compiler is a program that copies our library, to save time."""
     ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
     clone, installed = shutil.copytree(ROOT, tmp_path / "clone", ignore=ignored), tmp_path / "installed"
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", installed]

@@ -1,6 +1,6 @@
 """Tests that private names of torch mean in this torch what syncbn/torch_internals.py expects.
 
-If a name's new meaning would change results or errors of a layer, the tests of layers notice the change.
+Names whose new meaning would change a layer's results or errors are left to the tests of layers.
 """
 
 import inspect
@@ -63,8 +63,7 @@ def test_data_parallel_makes_replicas_by_the_method_that_syncbn_overrides() -> N
 
 def test_a_trace_does_not_read_the_record_of_another_trace() -> None:
     """After a graph break another trace may contain the call of batch norm, so syncbn must not warn that it is missing.
-    `note_call(False)` records that no batch norm was called, and returns True because batch norm may have been called.
-    """
+    `note_call(False)` records False, and returns what this trace recorded before, or True if it recorded nothing."""
     for function in (lambda x: x + internals.note_call(False), lambda x: x + internals.note_call(False)):
         assert torch.compile(function, backend="eager", fullgraph=True)(torch.zeros(())) == 1
 

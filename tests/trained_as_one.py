@@ -35,7 +35,7 @@ class EveryLayer(nn.Module):
         )  # fmt: skip
         self.relu, self.masked = convert(nn.BatchNorm2d(3)), convert(nn.BatchNorm2d(3))
         self.relu.fuse_relu = True
-        self.channel_last = convert(nn.BatchNorm2d(8), channel_last=True)
+        self.channel_last = convert(nn.BatchNorm2d(8), channel_last=True)  # Its channels are the last dim, of size 8.
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x.mul_(0.5))

@@ -116,7 +116,7 @@ def release_locals(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            frame.f_locals  # noqa: B018  # Before Python 3.13 a frame keeps a copy of its locals. This reads them again.
+            frame.f_locals  # noqa: B018  # Before Python 3.13 a frame caches its locals in a dict. This updates it.
         error = error.__context__
     gc.collect()
 
@@ -250,7 +250,7 @@ def reports(set_seconds: Callable[..., None]) -> Iterator[Reports]:
     reports = Reports()
     reports.write()
     watchdog.log.addHandler(reports)
-    dist.barrier()  # A rank may still wait for a report of the previous test.
+    dist.barrier()  # Now all logs are empty.
     yield reports
     watchdog.log.removeHandler(reports)
 

@@ -45,7 +45,7 @@ def raises_on_all_ranks(
     assert str(raised.value).count(text) == 1
 
 
-# Each helper returns the call to test: of a layer whose attributes it has set, or of a function with the layer's tensors.
+# Each helper returns the call to test, with its arguments. `layer_call` first sets attributes of the layer.
 
 
 def layer_call(
@@ -141,8 +141,8 @@ def test_a_bad_argument_of_rank_0_raises_on_every_rank_and_a_similar_argument_do
     bad: dict[str, object], good: dict[str, object], error: type[Exception], text: str, is_cached: bool,
 ) -> None:  # fmt: skip
     """Otherwise the other ranks would update their statistics, and wait in backward. After a valid call the options of
-    the layer and the kernels are cached. NumPy may be missing, and tensors on the default device, here "meta", may have
-    no values: syncbn raises the error without either."""
+    the layer and the kernels are cached. The error needs no NumPy, and no tensors on the default device, here "meta".
+    """
     clear_kernel_caches(monkeypatch)
     monkeypatch.setattr(Tensor, "numpy", None)
     layer = syncbn.SyncBatchNorm(C)
@@ -158,7 +158,7 @@ def test_a_bad_argument_of_rank_0_raises_on_every_rank_and_a_similar_argument_do
 def test_an_unknown_value_of_an_environment_variable_raises_on_every_rank(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str, known: str
 ) -> None:
-    select.reason_forced.cache_clear()  # This call and the next make syncbn read the variables again.
+    select.reason_forced.cache_clear()  # These two lines make syncbn read the variables again.
     clear_kernel_caches(monkeypatch)
     if ranks.rank == 0:
         monkeypatch.setenv(name, "fast")
@@ -173,7 +173,7 @@ def test_an_unknown_value_of_an_environment_variable_raises_on_every_rank(
 
 @pytest.mark.parametrize(
     ("bad_channels", "lines"),
-    [((2, 2), "ranks 0-1: V"), ((5, 6), "rank 0: .*got 5.*\nrank 1: .*got 6")],
+    [((2, 2), "ranks 0-1: ValueError"), ((5, 6), "rank 0: .*got 5.*\nrank 1: .*got 6")],
     ids=["equal errors", "different errors"],
 )
 def test_an_error_names_the_layer_and_every_faulty_rank(
@@ -187,7 +187,7 @@ def test_an_error_names_the_layer_and_every_faulty_rank(
         model(torch.randn(2, channels))
 
 
-def test_a_bad_argument_is_the_context_of_the_error_that_ranks_are_in_different_layers(ranks: Ranks) -> None:
+def test_the_error_of_ranks_in_different_layers_has_a_bad_argument_as_its_context(ranks: Ranks) -> None:
     first, second = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(C), nn.BatchNorm1d(C)))
     with pytest.raises(RanksDifferError, match="rank 0: in layer '0' forward, call 1\n") as error:
         second(X) if ranks.rank else first(X[:, :2])
@@ -224,7 +224,7 @@ def test_each_layer_warns_once_on_a_rank_whose_sums_are_not_finite(
             y = first(x)
             second(y)
     assert first.running_var.isfinite().all() == (cause is None)
-    has_nan = value != 3e38  # With 3e38 in float32 mean^2 is finite, and so are the outputs.
+    has_nan = value != 3e38  # With 3e38, mean^2 is finite in float64, so no output is NaN.
     assert y.isnan().all() == has_nan
     names = ["layer '0'"] if ranks.rank == 0 and cause is not None else []
     names += ["layer '1'"] if has_nan else []

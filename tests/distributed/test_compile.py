@@ -1,4 +1,4 @@
-"""Tests that compiled layers equal eager layers without a graph break; and what else may record a graph on ranks."""
+"""Tests that compiled layers equal eager layers without a graph break, and of torch.fx, torch.jit and torch.export."""
 
 import copy
 from typing import Any
@@ -26,10 +26,10 @@ def local_input(ranks: Ranks) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("backend", "first_options", "second_options", "tensors"),
+    ("backend", "first_options", "second_options", "to_options"),
     [
         ("inductor", {}, {"process_group": 1}, {}),
-        # In float64 no cast copies the gradients of weight and bias out of the memory of the sums.
+        # In float64 no cast separates grad_weight and grad_bias from the memory of the sums.
         ("inductor", {}, {}, {"dtype": torch.float64, "memory_format": torch.channels_last}),
         ("aot_eager", {"affine": False, "eps": 1e-3}, {"bias": False, "momentum": None}, {}),
         ("aot_eager", {"process_group": 2}, {"track_running_stats": False}, {}),
@@ -37,14 +37,14 @@ def local_input(ranks: Ranks) -> Tensor:
     ids=str,
 )
 def test_a_compiled_model_equals_the_eager_model(
-    ranks: Ranks, backend: str, first_options: Options, second_options: Options, tensors: Options
+    ranks: Ranks, backend: str, first_options: Options, second_options: Options, to_options: Options
 ) -> None:
     torch.manual_seed(0)
     first, second = syncbn.SyncBatchNorm2d(4, **first_options), syncbn.SyncBatchNorm2d(6, **second_options)
     # Convolutions have no bias, because its gradient would be rounding errors.
     conv, second_conv = nn.Conv2d(1, 4, 3, bias=False), nn.Conv2d(4, 6, 3, bias=False)
-    eager = nn.Sequential(conv, first, nn.ReLU(inplace=True), second_conv, second).to(ranks.device, **tensors)
-    x = local_input(ranks).to(**tensors)
+    eager = nn.Sequential(conv, first, nn.ReLU(inplace=True), second_conv, second).to(ranks.device, **to_options)
+    x = local_input(ranks).to(**to_options)
     layer = copy.deepcopy(eager)
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     # Inductor adds float32 values in another order than eager mode, which moves gradients by up to 2e-5.

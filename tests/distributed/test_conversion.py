@@ -1,7 +1,7 @@
 """Tests that a converted model trains on ranks as one process does, also if its layers define their own forwards.
 
-A call of F.batch_norm with the statistics of its batch is synchronised if it gets a tensor of its layer, in eager mode
-and in graphs. Others stay local, and a warning names the class of the layer. test_convert.py tests what needs no ranks.
+A call F.batch_norm(..., training=True) is synchronised, in eager mode and in graphs, if it gets a weight, bias or
+buffer of its layer. Other such calls stay local, and a warning names the layer. test_convert.py needs no ranks.
 """
 
 import copy
@@ -24,17 +24,17 @@ from syncbn.subclasses import NO_BATCH_NORM_CALL, NO_LAYER_TENSOR
 # Models.
 
 
-def small_model(*layers: nn.Module) -> nn.Sequential:
+def model_with(*layers: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(1, 3, 3), *layers, nn.Flatten(), nn.Linear(3 * 6 * 6, 5)).double()
 
 
 SHARED_LAYER = nn.BatchNorm2d(3)
 MODELS = {
-    "timm's layer": small_model(BatchNormAct2d(3)),
-    "parametrized": small_model(parametrized(BatchNormAct2d(3))),
-    "one layer twice": small_model(SHARED_LAYER, nn.Tanh(), SHARED_LAYER),
-    "traced by torch.fx": torch.fx.symbolic_trace(small_model(nn.BatchNorm2d(3, momentum=None))),
+    "timm's layer": model_with(BatchNormAct2d(3)),
+    "parametrized": model_with(parametrized(BatchNormAct2d(3))),
+    "one layer twice": model_with(SHARED_LAYER, nn.Tanh(), SHARED_LAYER),
+    "traced by torch.fx": torch.fx.symbolic_trace(model_with(nn.BatchNorm2d(3, momentum=None))),
 }
 
 
@@ -130,8 +130,8 @@ LAYERS = [
     (TorchFunction, {"track_running_stats": False}, 1, []),
     # Every call in the forward of a layer without tensors is synchronised.
     (TorchFunction, {"track_running_stats": False, "affine": False}, 1, []),
-    # The unconverted layer gets the whole batch on each of W ranks, and synchronises, so its running variance would be
-    # that of W n values. With momentum 0 no running statistic changes.
+    # The unconverted layer synchronises too, over W copies of the whole batch. This changes its unbiased variance, so
+    # momentum 0 keeps the running statistics.
     (CallsFunctional, {"momentum": 0.0}, 1, []),
     (BreaksGraph, {}, 1, []),
     (Frozen, {}, 0, []),

@@ -19,8 +19,8 @@ C = 3
 
 
 def function_of_statistics(x: Tensor, mean: Tensor, var: Tensor, count: Tensor | int) -> Tensor:
-    """Return a non-linear function of the statistics, repeated for each element of x, so that the sums of the ranks'
-    results add up to the sum of the result of the whole batch."""
+    """Return a non-linear function of the statistics in the shape of x, so that its sums over the ranks add up to its
+    sum over the whole batch."""
     return ((mean * var + mean) * count).view(-1, 1, 1).expand(x.shape)
 
 
@@ -111,7 +111,7 @@ def test_derivatives_equal_those_of_the_whole_batch(ranks: Ranks, way: str, case
         total = gradient if gradient.ndim == 4 else ranks.all_reduce_sum(gradient)
         torch.testing.assert_close(total, local(expected_gradient), rtol=1e-10, atol=1e-10)
     if way in NUM_ALL_REDUCES:
-        assert collectives.total == (2 if case.uses_statistics else NUM_ALL_REDUCES[way])
+        assert collectives.total == (2 if case.uses_statistics else NUM_ALL_REDUCES[way])  # statistics: 1 each way
 
 
 def test_batch_norm_backward_computes_the_gradient_of_the_whole_batch(ranks: Ranks) -> None:

@@ -1,7 +1,7 @@
 """Tests that calls read no value of a GPU tensor, use no default device, and need no float64 where it is missing.
 
-Fake tensors have no values and take the code path of CUDA tensors. An operation that needs a value, or whose shape
-depends on a value, raises on fake tensors (pytorch#78549, #78656).
+An operation that needs a value, or whose shape depends on a value, raises on fake tensors, which have no values
+(pytorch#78549, #78656).
 """
 
 from functools import partial

@@ -95,7 +95,7 @@ class Batch:
         # The layer gets `self.mask`. `self.counted` has x's shape with one channel. Both are True where a value counts.
         mask_shape = [draw.choice([1, size, size]) for size in shape]  # A size of 1 is broadcast.
         mask = (torch.rand(mask_shape, generator=generator) < draw.choice([0.0, 0.6, 0.6])).to(ranks.device)
-        self.mask = draw.choice([None, mask.view(-1) if mask.numel() == len(mask) else mask])
+        self.mask = draw.choice([None, mask.flatten() if mask.numel() == len(mask) else mask])  # (N, 1, 1) as (N,)
         counted = torch.ones(shape, dtype=torch.bool).to(ranks.device) if self.mask is None else mask.expand(shape)
         self.counted = counted.unsqueeze(self.channel_dim)
 
@@ -135,7 +135,7 @@ class Batch:
             message = "Expected more than 1 value per channel when training, got 1"
             with assert_state_unchanged(layer), pytest.raises(ValueError, match=message):
                 layer(x, z, mask)
-        elif is_training or layer.track_running_stats or num_values != 1:  # Otherwise one value is an error.
+        elif is_training or layer.track_running_stats or num_values != 1:  # Else evaluation refuses one value.
             count_collectives = self.group()._get_sequence_number_for_group
             before, num_collectives = copy.deepcopy(dict(layer.named_buffers())), count_collectives()
             z = None if z is None else z.requires_grad_()
@@ -159,7 +159,7 @@ class Batch:
             whole = getattr(expected, name)
             scale = max(1.0, largest(whole), expected.gradient_scale if name == "grad_input" else 0.0)
             assert within_one_rounding(actual, whole[self.samples], scale, tolerance + lost), name
-        # A normalised value is at most sqrt(n).
+        # |grad_weight| <= sqrt(n) * sum |dy|, as no normalised value exceeds sqrt(n).
         sum_dy = torch.where(self.counted, self.dy.double(), 0).movedim(self.channel_dim, 0).flatten(1).abs().sum(1)
         largest_sum = max(1.0, largest(sum_dy) * self.counted.sum().item() ** 0.5)
         for name, parameter in layer.named_parameters():
@@ -179,7 +179,8 @@ class Batch:
 
     def group(self) -> dist.ProcessGroup:
         """Return the layer's group. The batch keeps no group: gloo wakes waiting ranks when the last reference ends."""
-        return syncbn.create_syncbn_process_group(self.layer.process_group or 0) or dist.group.WORLD  # 0: all ranks
+        size = self.layer.process_group  # None: all ranks
+        return dist.group.WORLD if size is None else syncbn.create_syncbn_process_group(size)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks of the group."""

@@ -89,7 +89,7 @@ def test_summary_names_group_payload_and_last_step(ranks: Ranks) -> None:
         assert last_steps == [f"synchronised over {ranks.size} ranks", "not synchronised"]
     loaded = make_layer(None, ranks)
     loaded.load_state_dict(model[0].state_dict())
-    assert syncbn.summary(loaded)[0].last_step == "not known"  # The state_dict has no ranks.
+    assert syncbn.summary(loaded)[0].last_step == "not known"  # A state_dict does not record the ranks.
     wrapper = torch.compile(model, backend="eager")
     assert [row.last_step for row in syncbn.summary(wrapper)] == ["compiled", "compiled"]
     model.compile(backend="eager")  # This changes the model itself.

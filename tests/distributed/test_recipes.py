@@ -78,7 +78,7 @@ def test_a_model_is_converted_for_training_and_reverted_for_deployment(ranks: Ra
     assert type(model[0][1]) is nn.BatchNorm2d
     assert not model.training
     model = run_block("works_with.md", "model = syncbn", model=nn.Sequential(nn.SyncBatchNorm(4)))["model"]
-    assert isinstance(model[0], nn.BatchNorm2d)  # A converted nn.SyncBatchNorm is not an nn.BatchNorm2d.
+    assert isinstance(model[0], nn.BatchNorm2d)  # The block first reverts nn.SyncBatchNorm to nn.BatchNorm2d.
 
 
 def test_a_layer_with_fuse_relu_replaces_the_sum_and_relu_of_a_residual_block(ranks: Ranks) -> None:
@@ -110,10 +110,8 @@ def test_recomputed_running_statistics_are_those_of_the_data_of_all_ranks(ranks:
     sizes = [*range(1, ranks.size), 0]
     x = torch.randn(2, sum(sizes), 3, 4, 5) * 3 + 1  # two batches of all ranks
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None))
-    first, dropout, _, second = model
-    dropout.eval()
-    inputs_of_second = torch.stack([copy.deepcopy(model)[:3](whole_batch) for whole_batch in x])
-    model.train()
+    first, dropout, conv, second = model
+    inputs_of_second = torch.stack([conv(copy.deepcopy(first)(whole_batch)) for whole_batch in x])
     if layers != "local":
         syncbn.convert_syncbn_model(model, None if layers == "synchronised" else 1)
     second.eval()
@@ -288,8 +286,8 @@ def test_a_model_is_converted_then_compiled_then_wrapped(ranks: Ranks) -> None:
 def test_lightning_trains_as_one_process(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     """The strategy ddp copies the model, and fsdp2 shards it. An epoch has one batch."""
     lightning = pytest.importorskip("lightning.pytorch", reason="not installed (pip install syncbn[test])")
-    blocks = [code for code in python_blocks(ROOT / "docs/works_with.md") if "def configure_model" in code]
-    names = run_code(blocks[strategy == "fsdp2"], FSDPModule=FSDPModule, fully_shard=fully_shard)
+    ddp, fsdp2 = (code for code in python_blocks(ROOT / "docs/works_with.md") if "def configure_model" in code)
+    names = run_code(fsdp2 if strategy == "fsdp2" else ddp, FSDPModule=FSDPModule, fully_shard=fully_shard)
 
     class Net(lightning.LightningModule):
         def __init__(self) -> None:

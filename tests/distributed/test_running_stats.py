@@ -76,16 +76,16 @@ def test_after_an_exception_in_a_block_the_statistics_are_those_from_before_the_
     assert layer.running_mean.ne(0).all()  # Before this call every channel had a running mean of 0.
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
 def test_a_copy_that_is_made_in_a_block_updates_its_statistics_after_the_block(
-    ranks: Ranks, copied: Callable[[nn.Module], nn.Module]
+    ranks: Ranks, make_copy: Callable[[nn.Module], nn.Module]
 ) -> None:
     """In the block the layer has an attribute that collects the batches, and a shallow copy has the same attribute.
     After the block the attribute must not stop the copy from updating its statistics. A shallow copy shares the buffers
     of the layer, and a deep copy has its own."""
     layer = make_layer(ranks, momentum=1.0)
     with syncbn.accumulate_running_stats(layer):
-        other = copied(layer)
+        other = make_copy(layer)
         layer(rank_batch(ranks, 0))
     other(rank_batch(ranks, 1))
     close(other.running_mean, all_values(ranks, 1).mean(0))

@@ -38,7 +38,7 @@ SEVERAL_POLLS = 0.3  # seconds; here the watchdog polls every 0.05 s
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, set_seconds: Callable[..., None]) -> Iterator[SimpleNamespace]:
-    """Let the CPU play a GPU, see played_gpu.py. `gpu.stream` is the handle of the current stream."""
+    """Let the CPU play a GPU, see played_gpu.py. After the test the watchdog polls none of its statuses."""
     set_seconds(POLL_SECONDS=0.05)
     yield play(monkeypatch)
     for rank in [*watchdog._ranks.values()]:
@@ -51,7 +51,7 @@ def mismatched_layer(model: Model, ranks: Ranks) -> syncbn.SyncBatchNorm:
 
 
 def latest_status(layer: syncbn.SyncBatchNorm) -> status.StreamStatus:
-    """Return the status of the layer's group on its stream. The callers use one stream."""
+    """Return the latest status of the layer's group, whose key has None in place of the stream."""
     return status.status_of(layer._syncbn_site.group_state).streams[X.device, None]
 
 
@@ -77,11 +77,11 @@ def raises_in_later_calls(expected: str, error: type[Exception] = RanksDifferErr
     model.train_a_step_and_call_bn2_twice()
     with assert_state_unchanged(model):
         yield model
-    texts = {error_text(later_call, error) for later_call in (loss.backward, lambda: model(X), lambda: model(X))}
-    (text,) = texts
+    later_calls = loss.backward, lambda: model(X), lambda: model(X)
+    (text,) = {error_text(call, error) for call in later_calls}  # All three errors have the same text.
     assert re.search(expected, text), text
     assert re.search(r"\nThe results of \w+ .* and of all later calls are invalid", text), text
-    assert text.count("set SYNCBN_CHECKS=0") == (error is RanksDifferError)
+    assert ("set SYNCBN_CHECKS=0" in text) == (error is RanksDifferError)
 
 
 # Faults.
@@ -122,13 +122,13 @@ def test_a_bad_argument_of_one_rank_raises_on_the_other_rank_later(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, unchecked_ranks: tuple[int, ...],
     bad: Tensor, error: type[Exception], message: str,
 ) -> None:  # fmt: skip
-    """SYNCBN_CHECKS=0 switches off the comparison of ranks, but not these errors."""
+    """SYNCBN_CHECKS=0 permits different layers, but no bad argument."""
     if ranks.rank in unchecked_ranks:
         monkeypatch.setenv("SYNCBN_CHECKS", "0")
     expected = rf"another rank failed in bn1 forward, call 2\.\nrank 1: {error.__name__}: {message}"
     with raises_in_later_calls(expected, error) as model:
         if unchecked_ranks:
-            copy.deepcopy(mismatched_layer(model, ranks))(X).sum().backward()  # A copy has buffers of its own.
+            copy.deepcopy(mismatched_layer(model, ranks))(X).sum().backward()  # The model must not change.
         if ranks.rank == 0:
             model.bn1(X)
         else:
@@ -148,7 +148,7 @@ def test_a_fault_in_a_replay_raises_in_later_eager_calls(ranks: Ranks) -> None:
     """The error has layer and pass but no call number, because a replay runs no Python that could count calls."""
     lines = "rank 0: in bn2 forward, in a CUDA graph\nrank 1: in bn1 backward, in a CUDA graph"
     with raises_in_later_calls(lines) as model:
-        layer, pass_name = mismatched_layer(model, ranks), "backward" if ranks.rank else "forward"
+        layer, pass_name = mismatched_layer(model, ranks), ("forward", "backward")[ranks.rank]
         store_fault(layer, status.captured_sequence_number(layer._syncbn_site, pass_name))
 
 
@@ -214,9 +214,9 @@ def test_the_watchdog_logs_a_fault_of_the_last_step_when_the_group_ends(
 def test_the_error_names_a_rank_that_does_not_answer(
     ranks: Ranks, set_seconds: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank without a fault makes no call here, so it writes no report. Rank 1 does not answer in the first group, and
-    rank 0 not in the second. Both groups have one name, because torch reuses names of destroyed groups. In the second
-    group the report that rank 0 wrote in the first must not be read."""
+    """A rank without a fault makes no call here and writes no report: rank 1 in the first group, rank 0 in the second.
+    torch reuses names of destroyed groups, so both groups get one name. The second must not read the report of rank 0
+    in the first."""
     set_seconds(ANSWER_SECONDS=0.5)
     monkeypatch.setattr(torch_internals, "registered_name", lambda group: "a reused name")
     place, silence = "in bn1 backward, call 1", "has not answered within 0.5 s"

@@ -60,8 +60,8 @@ def test_an_interrupt_leaves_no_record_of_a_collective_that_has_ended(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the watchdog would report a wait that has ended. Python raises KeyboardInterrupt when it enters a
-    Python function or returns from a C function, so the test interrupts a forward at each of these events in turn,
-    without autograd, whose generators would swallow an interrupt."""
+    Python function or returns from a C function, so the test interrupts a forward at each of these events in turn.
+    It disables autograd, whose generators would swallow an interrupt."""
     num_events, interrupted_event, was_interrupted = 0, 0, True
 
     def interrupt(frame: FrameType, event: str, argument: object) -> None:
@@ -117,7 +117,8 @@ def test_a_rank_with_a_profiler_or_mode_trains_with_ranks_on_the_fast_path(
     Otherwise gloo aborts, or the ranks report that they differ."""
     layer, x = layer_and_input(ranks)
     results = []
-    for passes in (watched_passes if ranks.rank == 0 else (), ()):
+    watched = watched_passes if ranks.rank == 0 else ()
+    for passes in (watched, ()):
         layer.reset_parameters()
         leaf = x.clone().requires_grad_()
         with watch() if "forward" in passes else contextlib.nullcontext():

@@ -163,9 +163,9 @@ def test_a_late_rank_is_not_compared_with_the_calls_of_an_earlier_model(
 ) -> None:
     """In a sweep over widths rank 1 is late in the first call of the second model. The store still has the position of
     rank 1 in the first model, and the number of channels of the first model. The report may show this position, and in
-    one default group may take rank 1 for a rank with other layers, but must not name the numbers of channels."""
-    # As under torchrun, syncbn uses one store for all default groups. By the number of its default group a rank notices
-    # that another rank is in an earlier one. Here both ranks begin with the same number.
+    one default group may name other layers as the cause, but must not name the numbers of channels."""
+    # As under torchrun, syncbn uses one store for all default groups. It recognises a position of an earlier default
+    # group by the number of the group, so both ranks must begin with the same number.
     store = dist.PrefixStore(f"sweep {replaces_group}", voting.world.store)
     monkeypatch.setattr(positions, "default_store", lambda: store)
     monkeypatch.setattr(positions, "_default_groups", itertools.count(1000))

@@ -36,7 +36,7 @@ def checkpointed(model: nn.Sequential, implementation: CheckpointImpl) -> nn.Seq
 
 
 def shard_by_the_guide(ranks: Ranks) -> nn.Module:
-    """Run the block of the guide: shard a model, save it, and load it into an unsharded model and into the shards."""
+    """Run the guide's block: convert and shard a new model, save it, and load it into a plain model and the shards."""
     names = {"build_model": lambda: small_model().to(ranks.device)}
     names["mesh"] = init_device_mesh(ranks.device.type, (ranks.size,))
     return run_block("torch_features.md", "fully_shard(model, mesh", **names)["model"]
@@ -71,7 +71,8 @@ def test_a_wrapped_model_trains_like_one_process(ranks: Ranks, name: str) -> Non
     model_with_state = wrapped if "FSDP" in name else model  # DDP and torch.compile rename the tensors of a state_dict.
     require_trains_as(small_model(dtype).to(ranks.device), ranks, model_with_state, wrapped, tolerance)
     assert not unequal(dict(wrapped.named_buffers()))
-    assert input_dtypes == ({torch.bfloat16} if "bfloat16" in name else set())
+    if "bfloat16" in name:
+        assert input_dtypes == {torch.bfloat16}
 
 
 # DistributedDataParallel.
@@ -114,7 +115,7 @@ def test_all_ranks_skip_a_step_in_which_one_rank_overflows(ranks: Ranks) -> None
         assert torch.equal(model[0].weight, before) == overflows
 
 
-@pytest.mark.parametrize("broadcasts", [False, True])  # False first: a process that has warned does not warn again.
+@pytest.mark.parametrize("broadcasts", [False, True])  # False first: after the warning it cannot fail.
 def test_ddp_that_broadcasts_buffers_between_hosts_causes_a_warning(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, broadcasts: bool
 ) -> None:
@@ -191,8 +192,8 @@ def test_checkpointing_changes_no_bit(
     [(0, "the ranks differentiate different calls of a layer"), (1, r"different layers or calls.*\n.*forward, call 6")],
 )
 def test_backwards_of_different_checkpointed_calls_raise(ranks: Ranks, second_layer: int, message: str) -> None:
-    """A recompute is the next call of its layer. If both calls are of layer 0, the ranks agree on this next call, and
-    only their backwards differ. Otherwise the recomputes differ: call 6 of one layer or of the other."""
+    """Backward recomputes a forward as the next call of its layer. In one layer the recomputes agree, and only the
+    backwards differ. In two layers the recomputes differ: call 6 of one layer or of the other."""
     layers, x = [syncbn.SyncBatchNorm(3) for _ in range(2)], torch.randn(4, 3, requires_grad=True)
 
     def losses_of_two_calls() -> list[Tensor]:
@@ -300,7 +301,7 @@ def test_a_layer_that_synchronises_with_ranks_of_other_stages_is_refused(
 
     where = rf"^layer '1': the layer is in stage {index} of a pipeline over ranks {dist.get_process_group_ranks(pp)[0]}"
     for group_of_several_stages in (None, dist.group.WORLD, pp):
-        with pytest.raises(ValueError, match=where + r".* but synchronises over ranks .*, which also hold other "):
+        with pytest.raises(ValueError, match=where + r".* but synchronises over ranks .*, which also hold"):
             forward(group_of_several_stages)
     forward(dp)
     forward(1)

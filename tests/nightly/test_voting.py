@@ -24,7 +24,7 @@ def test_fails_after_an_error(ranks):
     layer = syncbn.SyncBatchNorm(3)
     try:
         layer(torch.randn(2, 4 if ranks.rank == 0 else 3))
-    except ValueError:
+    except ValueError:  # on both ranks
         assert ranks.rank != 1, "only here"
     layer(torch.randn(2, 3))
 
