@@ -28,9 +28,8 @@ def local_input(ranks: Ranks) -> Tensor:
 @pytest.mark.parametrize(
     ("backend", "first_options", "second_options", "to_options"),
     [
-        ("inductor", {}, {"process_group": 1}, {}),
         # In float64 no cast separates grad_weight and grad_bias from the memory of the sums.
-        ("inductor", {}, {}, {"dtype": torch.float64, "memory_format": torch.channels_last}),
+        ("inductor", {}, {"process_group": 1}, {"dtype": torch.float64, "memory_format": torch.channels_last}),
         ("aot_eager", {"affine": False, "eps": 1e-3}, {"bias": False, "momentum": None}, {}),
         ("aot_eager", {"process_group": 2}, {"track_running_stats": False}, {}),
     ],
