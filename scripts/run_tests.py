@@ -24,8 +24,8 @@ LOGS = Path("runs/tests")
 MAX_RUNNING = 4  # Four parts run at the same time even on two cores, because tests that start programs often wait.
 LINE_SECONDS = 10.0 if sys.stdout.isatty() else 30.0
 FAILED_LINES = 200  # lines of a failed part's log that are printed
-STARTS_PROGRAMS = "faults", "examples", "testing", "package"  # Each of these files tests/test_NAME.py is a part.
-COMPILES = "gpu_static", "inductor"  # --quick leaves these files out.
+# Each of these files tests/test_NAME.py is a part, which --quick leaves out.
+COMPILES, STARTS_PROGRAMS = ("inductor", "gpu_static"), ("faults", "examples", "testing", "package")
 INTERPRETED = "kernels", "triton"  # Triton's interpreter runs these files, too.
 # Files of tests/distributed that also run on 4 ranks, because their promises depend on the number of ranks or groups.
 FOUR_RANKS = "fuzz", "groups", "promises", "wrappers"
@@ -89,13 +89,13 @@ def on_ranks(number: int, *arguments: str, suffix: str = "", **environment: str)
 def make_parts(option: str, arguments: list[str]) -> list[Part]:
     """Return the parts of "--quick", "--nightly" or all tests (""), in the order in which they start.
 
-    The longest part starts first. The parts on ranks start last, because each of them uses all cores.
+    The longest parts start first. The parts on ranks start last, because each of them uses all cores.
     """
     if option == "--nightly":
         return [Part("nightly", PYTEST, "tests/nightly", *arguments), on_ranks(4, "tests/distributed", *arguments)]
-    ignored = ["tests/distributed", "tests/nightly", *to_paths(STARTS_PROGRAMS)]
+    files = *COMPILES, *STARTS_PROGRAMS
+    ignored = "tests/distributed", "tests/nightly", *to_paths(files)
     if option == "--quick":
-        ignored += to_paths(COMPILES)
         arguments = ["-m", "not slow and not compiles", *arguments]
     one_process = Part("one process", PYTEST, "tests", *(f"--ignore={path}" for path in ignored), *arguments)
     two_ranks = on_ranks(2, "tests/distributed", *arguments)
@@ -105,8 +105,8 @@ def make_parts(option: str, arguments: list[str]) -> list[Part]:
     # Three ranks run kernels/reference.py in place of the C++ kernels. A third rank adds nothing to test_conversion.py.
     three_ranks = "tests/distributed", "--ignore=tests/distributed/test_conversion.py"
     return [
+        *(Part(name, PYTEST, *to_paths([name]), *arguments) for name in files),
         one_process,
-        *(Part(name, PYTEST, *to_paths([name]), *arguments) for name in STARTS_PROGRAMS),
         Part("interpreted", PYTEST, *to_paths(INTERPRETED), "-m", "triton", *arguments, **interpreted),
         two_ranks,
         on_ranks(2, "tests/distributed/test_status.py", *arguments, suffix=", interpreted", **interpreted),

@@ -29,6 +29,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--large", action="store_true", help="also run tests that need many GB")
 
 
+def pytest_configure() -> None:
+    """Skip two steps that take half the time of Triton's interpreter and change no result.
+
+    The interpreter checks operations for overflow, but without `debug` it ignores the check. For each function that a
+    kernel calls, the interpreter patches triton.language again, as the launch of the kernel has done.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+        from triton import __version__, language
+        from triton.runtime import interpreter
+
+        from syncbn.kernels import gpu_channels, gpu_tiles
+
+        interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+        if __version__.startswith("3.6."):  # Other versions may have other names.
+            call = lambda function, *args, **options: function.rewrite()(*args, **options)  # noqa: E731
+            interpreter.InterpretedFunction.__call__ = call
+            gpu_channels.core = gpu_tiles.core = language.core  # A launch patches only globals of a kernel.
+
+
 def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection. On ranks the tests then take a tenth less time."""
     gc.collect()
@@ -46,30 +65,6 @@ def settings_of_torch() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def faster_interpreter() -> Iterator[None]:
-    """Skip two steps that take half the time of Triton's interpreter and change no result.
-
-    The interpreter checks operations for overflow, but without `debug` it ignores the check. In each function that a
-    kernel calls, the interpreter patches the language of Triton, which the launch of the kernel has patched.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
-            import triton
-            from triton.runtime import interpreter
-
-            from syncbn.kernels import gpu_channels, gpu_tiles
-
-            options = interpreter.InterpreterOptions(sanitize_overflow=False)
-            patch.setattr(interpreter.interpreter_builder, "options", options)
-            if triton.__version__.startswith("3.6."):  # Other versions may have other names.
-                interpreted, call = interpreter.InterpretedFunction, lambda function, *args: function.rewrite()(*args)
-                patch.setattr(interpreted, "__call__", call)
-                for module in (gpu_channels, gpu_tiles):  # A launch patches globals of a kernel: triton.language, core.
-                    patch.setattr(module, "core", triton.language.core, raising=False)
-        yield
-
-
 @pytest.fixture(params=["reference", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Return the module of a back end, and create new tensors on the device of its kernels.
@@ -80,7 +75,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param in ("cpu", "operators") and (reason := cpu.load()):
         pytest.skip(reason)
     if request.param == "chunks":
-        # Of the 49 columns in test_kernels.py, the last is then a chunk of its own.
+        # In test_kernels.py, 49 inner values of 2 channels are then chunks of 24, 24 and 1.
         monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 48)
         with torch.no_grad():
             yield reference

@@ -26,8 +26,8 @@ def is_triton(kernels: BackEnd) -> bool:
 
 
 def is_interpreted(kernels: BackEnd) -> bool:
-    """Return whether Triton's interpreter runs the kernels. The interpreter truncates values to bfloat16 and to
-    subnormal values of float16, which a GPU rounds."""
+    """Return whether Triton's interpreter runs the kernels. It truncates values to bfloat16 and to subnormal float16,
+    where a GPU rounds."""
     return is_triton(kernels) and torch.get_default_device().type == "cpu"
 
 

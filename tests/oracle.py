@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The largest error before a result is rounded, relative to the largest term of a sum, by the dtype of the terms. Up to
+# The largest error before a result is rounded, relative to the largest term of its sum. Keys are dtypes of terms. Up to
 # float32, a few terms are first added in float32, and elements are rounded several times, each time by 6e-8.
 TOLERANCE = {torch.float64: 1e-12} | dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 9e-7)
 

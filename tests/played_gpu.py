@@ -23,7 +23,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.fi
 
 
 def check_total(total: Tensor, needs_two_values: bool, words: StatusWords, sums: Tensor | None) -> None:
-    """Store what a total shows in the status words, like the kernel `check_total` in gpu_channels.py."""
+    """Store in the status words what a total shows, like the kernel `check_total` in gpu_channels.py."""
     num_values, count, num_signed, signature_sum, square_sum = total[payload.TRAILER].tolist()
     host_words = (ctypes.c_int64 * 3).from_address(words.host_address)
     device_word = ctypes.c_int64.from_address(words.device_address)

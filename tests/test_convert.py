@@ -101,9 +101,6 @@ def test_subclasses_keep_their_behaviour(original: nn.Module) -> None:
     torch.testing.assert_close(layer(x), expected)
 
 
-# Errors.
-
-
 class RefusesNewClass(nn.BatchNorm2d):
     """Raises AttributeError if a conversion changes its class."""
 

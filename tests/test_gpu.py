@@ -54,8 +54,8 @@ def test_a_compiled_step_equals_an_eager_step() -> None:
 
 @pytest.fixture(params=["no collective", "nccl"])
 def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
-    """Return a layer of a single rank. With nccl the layer issues all_reduces, which syncbn skips in other groups of
-    one rank."""
+    """Return a layer of a single rank. With nccl the layer issues all_reduces, which syncbn otherwise skips in a group
+    of one rank."""
     if request.param == "nccl":
         store = dist.HashStore()
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))

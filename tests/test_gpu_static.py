@@ -47,7 +47,7 @@ def step(channels: int, size: int, channels_last: bool, batch: int = 8) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "channels_last", "num_launches", "num_compiled"),
-    # On two ranks a pass has another launch, which in a forward is needed only for several partial sums.
+    # On two ranks each pass has one more launch, which a forward needs only for several partial sums.
     [(1, True, {6}, 6), (1, False, {6}, 10), (2, True, {8}, 8), (2, False, {7, 8}, 12)],
 )
 def test_a_resnet_compiles_and_launches_as_few_kernels_as_documented(
@@ -66,7 +66,7 @@ def test_a_resnet_compiles_and_launches_as_few_kernels_as_documented(
     assert len(gpu.compiled_kernels) == num_compiled, "update the docstring of gpu.py"
 
 
-@pytest.mark.parametrize("offsets", [(0, 0, 1), (1, 0)])  # The second call at an address caches its launch.
+@pytest.mark.parametrize("offsets", [(0, 0, 1), (1, 0)])  # In (0, 0, 1) the second call sets Launch.aligned.
 def test_a_tensor_at_an_unaligned_address_gets_its_own_kernel(launched: list[Launch], offsets: tuple[int, ...]) -> None:
     """A kernel that is compiled for addresses that are multiples of 16 would fail at other addresses."""
     storage, num_compiled = torch.empty(1 + 8 * 32), []
@@ -170,7 +170,7 @@ def test_offsets_of_large_tensors_have_64_bits(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("divisor", [2, 3, 5, 7, 49, 98, 784, 12544, 2**20, 2**30 + 1])
 def test_a_multiplication_and_a_shift_divide_exactly(divisor: int) -> None:
-    """Kernels divide the index of a row, which is less than 2^31, by a constant that is passed as an int32."""
+    """Kernels divide the index of a row, which is less than 2^31. The multiplier has 32 bits, passed as an int32."""
     multiplier, bit_shift = gpu._magic_division(divisor)
     assert -(2**31) <= multiplier < 2**31
     for n in (0, 1, divisor - 1, divisor, divisor + 1, 2**31 - 1, (2**31 - 1) // divisor * divisor - 1):

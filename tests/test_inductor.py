@@ -60,7 +60,7 @@ def test_no_input_of_an_operator_is_copied(fake_group: dist.ProcessGroup, gpu_la
     eager(x).sin().sum().backward()
     for actual, expected in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, **FLOAT32)
-    # Inductor names a loop after its operations, and a loop that only copies after the operations that read the copy.
+    # Inductor names a loop after its operations. A loop that only copies is named after the readers of the copy.
     readers = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)_v4"
     assert not re.findall(rf"cpp_fused(?:_(?:{readers}))+_\d+\b", forward + backward)
     events = [event for event in profile.events() if event.cpu_parent is not None]
@@ -94,7 +94,7 @@ def test_a_relu_is_fused_with_the_bits_of_an_eager_model(
         results.append([y, z, *gradients, *call.buffers()])
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
     assert "backward_sums" in backward[0]
-    for (code,) in (forward, backward, inference):  # No loop is named after a relu or its gradient, a where.
+    for (code,) in (forward, backward, inference):  # No loop is named after a relu, or the where of its gradient.
         assert not re.findall(r"cpp_fused\w*(?:relu|threshold|where_self)|aten\.(?:relu|threshold)", code)
 
 

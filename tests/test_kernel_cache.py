@@ -89,7 +89,7 @@ def took_fast_path(y: Tensor) -> bool:
 
 
 def num_selections() -> int:
-    """Return how often `Kernels.cached` was called, because the cache of kernel_cache.py had no kernels."""
+    """Return how often `Kernels.cached` was called. A call whose kernels are in kernel_cache.py does not call it."""
     forward, backward = ForwardKernels.cached.cache_info(), BackwardKernels.cached.cache_info()
     return forward.hits + forward.misses + backward.hits + backward.misses
 
@@ -214,7 +214,7 @@ def test_a_cache_is_bounded() -> None:
     for key in range(kernel_cache.MAX_KEYS):
         cache.get(key, (torch.ones(3),))
     assert len(cache.entries) == kernel_cache.MAX_KEYS
-    # The next key clears the full cache. Tensors of one shape have the same key, and another entry for each stride.
+    # The next key clears the full cache. Each stride adds an entry to this key.
     for stride in range(1, 20):
         cache.get("one more key", (torch.ones(3 * stride)[::stride],))
     assert [*map(len, cache.entries.values())] == [kernel_cache.MAX_ENTRIES_PER_KEY]
@@ -227,7 +227,7 @@ needs_cpp = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
 
 @needs_cpp
 def test_the_variable_syncbn_kernels_forces_torch_operations(syncbn_kernels: str) -> None:
-    """An empty value has no effect. distributed/test_arguments.py tests unknown values."""
+    """`syncbn_kernels` is "", which has no effect, or "reference". distributed/test_arguments.py has other values."""
     expected = "cpu: torch operations (SYNCBN_KERNELS=reference)" if syncbn_kernels else "cpu: C++"
     assert select.available().startswith(expected)
 
@@ -295,11 +295,11 @@ NO_COMPILER = FileNotFoundError(2, "No such file", os.environ.get("CC"))  # Trit
     ],
     ids=str,
 )
-def test_an_error_of_triton_is_the_reason_for_no_kernels_or_is_raised_if_other_ranks_may_not_have_it(
+def test_an_error_of_triton_disables_its_kernels_or_is_raised_if_other_ranks_may_not_have_it(
     errors: list[Exception], message: str, is_raised: bool, try_triton: Mock
 ) -> None:
     """With torch operations on this rank alone, its running statistics would differ from those of the other ranks."""
-    try_triton.side_effect = [*errors, STALE, None]  # The second try of the next call would succeed.
+    try_triton.side_effect = [*errors, STALE, None]  # If the next call tries again, its second try succeeds.
     if is_raised:
         with pytest.raises(RuntimeError, match=f"{message}$"):
             reason_no_triton()

@@ -75,7 +75,7 @@ def test_forward_and_backward_equal_the_reference_in_float64(
 ) -> None:
     """The totals are sums over all ranks, so they may be any numbers. Here they do not depend on x and dy."""
     flags, channels = options.split(), sizes[1]
-    # Local sums are exact, because these values have few bits. The float64 values have too many bits for float32.
+    # Local sums are exact, because these values have few bits. Squares of the float64 values do not fit in float32.
     steps = 2**12 if dtype == torch.float64 else 8
     dy, x, residual = ((steps * tensor).round() / steps for tensor in kernel_calls.draw(3, sizes, dtype))
     mean, var, *sums, weight, bias = kernel_calls.draw_per_channel(6, channels)
@@ -93,7 +93,7 @@ def test_forward_and_backward_equal_the_reference_in_float64(
         expected = run_both(reference, dy.double(), x.double(), residual=residuals[1], **arguments)
     expected_forward, expected_backward = expected
     if kernel_calls.is_triton(kernels):
-        # Triton's kernels sum x - center in a forward. The center has all bits, so the differences are rounded.
+        # Triton's kernels sum x - center in a forward. The center has more bits than x, so these sums are rounded.
         magnitudes = run_forward(reference, x.double().abs()).payload
         rounding = 1e-14 if dtype == torch.float64 else 2**-22
         assert ((forward.payload - expected_forward.payload).abs() <= rounding * magnitudes).all()
@@ -105,7 +105,7 @@ def test_forward_and_backward_equal_the_reference_in_float64(
     torch.testing.assert_close(backward.grad_weight, expected_backward.grad_weight, rtol=1e-12, atol=0)
     rounding = 2**-7 if is_interpreted(kernels) else 0  # The interpreter truncates to bfloat16.
     torch.testing.assert_close(backward.grad_bias, expected_backward.grad_bias, rtol=rounding, atol=0)
-    # Elements are computed in float32 or float64, as terms that may cancel, and rounded to the dtype.
+    # Elements are sums of terms that may cancel. They are computed in float32 or float64, and rounded to the dtype.
     eps = torch.finfo(dtype).eps
     tolerance = {"rtol": eps, "atol": 32 * min(eps, torch.finfo(torch.float32).eps)}
     torch.testing.assert_close(forward.y.double(), expected_forward.y, **tolerance)
@@ -264,7 +264,8 @@ def test_running_statistics_have_the_bits_of_the_reference(
 # Operators
 
 X, ONES = torch.randn(4, 3, 5), torch.ones(3)
-TOTAL, STATISTICS = torch.ones(payload.num_elements(3), dtype=torch.float64), torch.ones(3 * 3 + 4, dtype=torch.float64)
+TOTAL = torch.ones(payload.num_elements(3), dtype=torch.float64)
+STATISTICS = torch.ones(interface.num_statistics(3, ReluMask.FROM_Y), dtype=torch.float64)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "forward_sums": (X, 1),
     "forward_outputs": (X, 1, TOTAL, ONES, ONES, X, 1e-5, True),

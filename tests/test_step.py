@@ -39,7 +39,7 @@ def seed_and_empty_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 def train_steps(layer: Layer, x: Tensor, **tensors: Tensor) -> None:
     """Train three steps, after which kernels are cached."""
     for _ in range(3):
-        step(layer, layer, x, **tensors)
+        step(layer, x, **tensors)
 
 
 # Changes between calls
@@ -79,7 +79,7 @@ def test_an_attribute_that_is_set_between_calls_takes_effect(
             train_steps(layer, x)
             for name, value in copy.deepcopy(values).items():
                 setattr(layer, name, value)
-            results += [step(layer, layer, next_x), layer.eval()(next_x)]
+            results += [step(layer, next_x), layer.eval()(next_x)]
             layer.train()
         return results
 
@@ -92,10 +92,10 @@ def test_modes_and_profilers_see_the_operators_of_syncbn() -> None:
     """A profile also has the ranges that docs/rules.md names."""
     layer, x = syncbn.SyncBatchNorm2d(3), torch.randn(SHAPE)
     with DebugMode() as mode:
-        step(layer, layer, x)
+        step(layer, x)
     assert "syncbn::backward_sums" in mode.debug_string()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step(layer, layer, x)
+        step(layer, x)
     names = " ".join(event.name for event in profile.events())
     assert re.search(r"syncbn\.forward .*syncbn::forward_sums.*syncbn\.backward .*syncbn::backward_sums", names)
 
@@ -172,12 +172,12 @@ ROLES = "input", "weight", "bias", "running_mean", "running_var", "num_batches_t
 def train_and_evaluate(layer: Layer, x: Tensor) -> list[object]:
     """Run an in-place relu after the layer. The second step reads the buffers that the first has updated."""
     model = layer if isinstance(layer, BatchNormAct2d) else nn.Sequential(layer, nn.ReLU(inplace=True))
-    return [step(model, layer, x), step(model, layer, x), step(model.eval(), layer, x)]
+    return [step(layer, x, model), step(layer, x, model), step(layer, x, model.eval())]
 
 
 def compile_and_train(layer: Layer, x: Tensor) -> object:
     torch._dynamo.reset()
-    return step(torch.compile(layer, backend="eager", fullgraph=True), layer, x)
+    return step(layer, x, torch.compile(layer, backend="eager", fullgraph=True))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # Dynamo warns.
@@ -191,7 +191,7 @@ def compile_and_train(layer: Layer, x: Tensor) -> object:
         (compile_and_train, nn.BatchNorm2d, {"input": MetaImage}),
     ],
 )
-def test_results_have_the_classes_and_metadata_of_torch_with_a_subclass_in_each_role(
+def test_subclasses_in_each_role_give_the_classes_and_metadata_that_torch_gives(
     use: Callable[[Layer, Tensor], object], layer_class: type[nn.BatchNorm2d], subclasses: dict[str, type[Tensor]]
 ) -> None:
     x = as_class(torch.randn(SHAPE), subclasses.get("input", Tensor), "of x")
@@ -285,12 +285,12 @@ def test_a_backward_refuses_freed_storage(freed: str) -> None:
 def test_two_threads_may_be_in_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels must keep no data of a call. Here both threads have local sums before a thread computes outputs."""
     (first, first_copy), (second, second_copy), batches = layer_pair(), layer_pair(), torch.randn(2, *SHAPE)
-    expected = [step(first, first, batches[0]), step(second, second, batches[1])]
+    expected = [step(first, batches[0]), step(second, batches[1])]
     barrier = threading.Barrier(2, timeout=300)
     replace_all_reduce(monkeypatch, lambda _: barrier.wait())
     copies = first_copy, second_copy
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=[1]) as threads:
-        actual = [*threads.map(step, copies, copies, batches)]
+        actual = [*threads.map(step, copies, batches)]
     torch.testing.assert_close(actual, expected)
 
 

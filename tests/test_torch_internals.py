@@ -19,15 +19,7 @@ from torch.autograd import forward_ad
 from syncbn import kernel_cache
 from syncbn import torch_internals as internals
 
-PREDICATES = (
-    "is_eager",
-    "profiler_enabled",
-    "inside_backward",
-    "inside_functorch",
-    "inside_vmap_or_forward_mode",
-    "is_jit_tracing",
-    "current_dispatch_mode",
-)
+PREDICATES = "is_eager", "profiler_enabled", "inside_functorch", "inside_vmap_or_forward_mode", "is_jit_tracing"
 
 
 def active() -> set[str]:
@@ -68,9 +60,6 @@ def test_a_trace_does_not_read_the_record_of_another_trace() -> None:
         assert torch.compile(function, backend="eager", fullgraph=True)(torch.zeros(())) == 1
 
 
-# Guards of cached kernels.
-
-
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode, partial(torch.autocast, "cpu")])
 def test_guards_distinguish_tensors_in_any_mode(mode: Callable[[], Any]) -> None:
     """`guards_work` is cached for the process, so its result must not depend on the mode of the first call."""
@@ -89,9 +78,6 @@ def test_without_working_guards_no_kernel_is_cached(tensor_guards: Any, monkeypa
     monkeypatch.setattr(internals, "guards_work", internals.guards_work.__wrapped__)
     cache, tensors = kernel_cache.Cache(lambda *_: object()), (torch.ones(2, 3), None)
     assert cache.get("config", tensors) is not cache.get("config", tensors)
-
-
-# Process groups.
 
 
 # With None torch chooses the backends. "cuda:gloo" takes the place of "nccl" and "cuda:nccl", which need a GPU.

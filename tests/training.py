@@ -95,14 +95,14 @@ def syncbn_warnings() -> Iterator[list[str]]:
     texts += [str(warning.message) for warning in caught if "syncbn" in str(warning.message)]
 
 
-def step(call: Callable[..., Tensor], layer: nn.Module, x: Tensor, **options: object) -> dict[str, Tensor | None]:
-    """Run forward and backward of `call`, and return the output, the gradients and the buffers of `layer`.
-
-    `call`: the layer, or a function or module that calls the layer.
-    """
+def step(
+    layer: nn.Module, x: Tensor, call: Callable[..., Tensor] | None = None, **options: object
+) -> dict[str, Tensor | None]:
+    """Run forward and backward of the layer, or of `call`, a function or module that calls the layer. Return the
+    output, and the gradients and buffers of the layer."""
     x = x.detach().clone().requires_grad_()
     layer.zero_grad()
-    output = call(x, **options)
+    output = (layer if call is None else call)(x, **options)
     output.sin().sum().backward()
     gradients = {f"gradient of {name}": parameter.grad for name, parameter in layer.named_parameters()}
     buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}

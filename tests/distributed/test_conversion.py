@@ -190,9 +190,9 @@ def test_a_graph_synchronises_and_warns_as_in_eager_mode(
     layer_in_graph = copy.deepcopy(layer)
     compiled = torch.compile(layer_in_graph, backend="aot_eager", fullgraph=layer_class is not BreaksGraph)
     with syncbn_warnings() as expected_warnings:
-        expected = step(layer, layer, batch[local])  # the output, the gradients and the buffers of the layer
+        expected = step(layer, batch[local])  # the output, the gradients and the buffers of the layer
     with syncbn_warnings() as warnings:
-        actual = step(compiled, layer_in_graph, batch[local])
+        actual = step(layer_in_graph, batch[local], compiled)
     torch.testing.assert_close(actual, expected)
     assert warnings == expected_warnings
     with syncbn_warnings() as warnings:

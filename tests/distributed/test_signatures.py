@@ -142,9 +142,6 @@ def test_sums_of_different_sizes_raise(
         syncbn.SyncBatchNorm(3)(X if ranks.rank else X[:, :2])
 
 
-# Backwards of several calls.
-
-
 def random_batch() -> Tensor:
     return torch.randn(4, 3, requires_grad=True)
 

@@ -167,9 +167,6 @@ def test_a_rank_whose_input_is_not_finite_warns_once(ranks: Ranks, mode: Callabl
     assert model.bn1.running_mean.isfinite().tolist() == [True, False, True]
 
 
-# CUDA graphs.
-
-
 def test_a_capture_allocates_no_status_words(ranks: Ranks, gpu: SimpleNamespace) -> None:
     """CUDA refuses to allocate pinned memory during a capture. A capturing stream uses the words of another stream, if
     there is one."""

@@ -1,4 +1,4 @@
-"""Tests that the scripts run with tiny settings. On a GPU a typo may cost a whole run."""
+"""Tests that scripts and a study run with tiny settings. On a GPU a typo may cost a whole run."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import gpu_run
 import pytest
 import run_tests
 from guides import ROOT
-from jobs import run, run_on_ranks, run_script
+from jobs import EXAMPLES, run, run_on_ranks, run_script
 
 SCRIPTS = ROOT / "scripts"
 
@@ -25,8 +25,10 @@ def test_benchmarks_print_their_tables(num_ranks: int, options: str, expected: s
     assert expected in run_on_ranks(num_ranks, SCRIPTS / "bench.py", *options.split(), "--output", tmp_path)
 
 
-def test_accuracy_prints_its_table() -> None:
-    assert "mean 1e4, std 1" in run_script(SCRIPTS / "accuracy.py")
+@pytest.mark.parametrize(("settings", "row"), [("images --images 4", "GroupNorm"), ("shards", "local, merged")])
+def test_the_study_of_local_batch_norm_prints_its_table(settings: str, row: str, tmp_path: Path) -> None:
+    options = *settings.split(), "--seeds", 1, "--epochs", 1, "--output", tmp_path
+    assert row in run_on_ranks(2, EXAMPLES / "evidence/local_batch_norm.py", *options)
 
 
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="scripts/demo.sh would make its environment first")
