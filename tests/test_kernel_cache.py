@@ -202,9 +202,7 @@ def test_kernels_that_were_cached_in_inference_mode_are_not_used_for_inference_t
     with torch.inference_mode():
         bad = arguments()
         sync_batch_norm(**normal)
-    with pytest.raises(
-        ValueError, match=r"running_mean cannot be updated in place, as it was made in torch\.inference"
-    ):
+    with pytest.raises(ValueError, match="running_mean cannot be updated in place, as it was made in torch"):
         sync_batch_norm(**bad)
 
 
