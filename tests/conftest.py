@@ -32,8 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """Skip two steps that take half the time of Triton's interpreter and change no result.
 
-    The interpreter checks operations for overflow, but without `debug` it ignores the check. For each function that a
-    kernel calls, the interpreter patches triton.language again, as the launch of the kernel has done.
+    The interpreter checks operations for overflow, but without `debug` it ignores the check. It patches triton.language
+    at the launch of a kernel, and again at each function that the kernel calls.
     """
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
         from triton import __version__, language
@@ -45,7 +45,8 @@ def pytest_configure() -> None:
         if __version__.startswith("3.6."):  # Other versions may have other names.
             call = lambda function, *args, **options: function.rewrite()(*args, **options)  # noqa: E731
             interpreter.InterpretedFunction.__call__ = call
-            gpu_channels.core = gpu_tiles.core = language.core  # A launch patches only globals of a kernel.
+            # A launch patches only modules in the globals of the kernel's file, and triton's own functions use core.
+            gpu_channels.core = gpu_tiles.core = language.core
 
 
 def pytest_collection_finish() -> None:
@@ -75,7 +76,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param in ("cpu", "operators") and (reason := cpu.load()):
         pytest.skip(reason)
     if request.param == "chunks":
-        # In test_kernels.py, 49 inner values of 2 channels are then chunks of 24, 24 and 1.
+        # 48 elements are 24 values of 2 channels, so test_kernels.py's 49 inner values give chunks of 24, 24 and 1.
         monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 48)
         with torch.no_grad():
             yield reference

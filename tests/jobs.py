@@ -158,8 +158,8 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _ask_server(*request: object) -> Any:
-    """Send the arguments of `_run_script`, and return the process id of the new script; or send such a process id, and
-    return the exit status of the script, or None while it runs."""
+    """Start a script if `request` is the arguments of `_run_script`, and return its process id. If `request` is a
+    process id, return the exit status of the script, or None while it runs."""
     print(json.dumps(request), file=_server().stdin, flush=True)
     return json.loads(_server().stdout.readline())
 
@@ -167,7 +167,7 @@ def _ask_server(*request: object) -> Any:
 def _run_script(command: list[str], environment: dict[str, str], output: str) -> NoReturn:
     os.setsid()
     output_file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    print(os.getpid(), flush=True)  # The answer to `_ask_server`: the script can be killed, and its output be read.
+    print(os.getpid(), flush=True)  # The answer to `_ask_server`, sent when the session and the output file exist.
     for file, number in ((os.open(os.devnull, os.O_RDONLY), 0), (output_file, 1), (output_file, 2)):
         os.dup2(file, number)
     os.environ.clear()

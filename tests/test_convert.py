@@ -209,7 +209,7 @@ def test_a_warning_and_the_summary_name_the_layers_that_are_not_converted() -> N
         "exported": (exported, unconverted.CALLS_FUNCTION),  # Its code calls torch.ops.aten.batch_norm.
     }
     model = nn.ModuleDict({name: layer for name, (layer, _) in cases.items()})
-    cases["exported.0"] = exported.get_submodule("0"), unconverted.EXPORTED
+    cases["exported.0"] = exported.get_submodule("0"), unconverted.EXPORTED  # It holds the statistics.
     before = [(type(layer), dict(vars(layer))) for layer in model.children()]
     with pytest.warns(UserWarning, match="syncbn did not convert") as warnings:
         syncbn.convert_syncbn_model(model)

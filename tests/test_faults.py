@@ -149,11 +149,10 @@ class Host:
         """Run the command of docs/training_script.md for several hosts, which is the same on each host."""
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29500", "--rdzv-id", "job"]
         torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *rendezvous, *map(str, job)]
-        set_names = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
-        on_host = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", "sh", "-c", set_names]
+        set_names = f'hostname {self.name} && mount --bind "{self.names}" /etc/hosts && exec "$@"'
+        on_host = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", "sh", "-c", set_names, "sh"]
         with self.log.open("w") as log:
-            command = [*on_host, self.name, str(self.names), *torchrun]
-            self.torchrun = subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log)
+            self.torchrun = subprocess.Popen([*on_host, *torchrun], env=ENVIRONMENT, stdout=log, stderr=log)
 
     def remove(self) -> None:
         """Remove the namespace, and kill the processes in it."""
@@ -242,10 +241,10 @@ def test_a_job_killed_at_random_moments_ends_with_the_checkpoint_of_an_uninterru
     steps_at_kills = [0]
     with Script(*torchrun, *digits(killed, steps), **variables) as job:
         for kill in range(num_kills):
-            in_restart = kill % 2 == 1
+            in_restart = kill % 2 == 1  # Every second kill comes in a restart, which takes longer than a step.
             if not in_restart:
                 wait_until(lambda: num_steps(killed) > steps_at_kills[-1])
-            time.sleep(chance.uniform(0, 3 if in_restart else 0.5))  # A restart takes longer than a step.
+            time.sleep(chance.uniform(0, 3 if in_restart else 0.5))
             ranks = list[int]()
             while not ranks:
                 assert job.poll() is None, "the job ended before the last kill: give it more steps"
@@ -266,4 +265,4 @@ def test_two_ranks_continue_the_job_of_three_with_the_same_batch_size(tmp_path: 
     assert metrics["ranks"] == 2
     assert load_checkpoint(tmp_path)["batch"] == 6  # Three ranks began with 2 images each.
     assert len(metrics["runs"]["syncbn"]["losses"]) == 20
-    assert metrics["runs"]["syncbn"]["distance"] < 1e-11  # rounding of float64; the ranks add in another order
+    assert metrics["runs"]["syncbn"]["distance"] < 1e-11  # from the losses of one process: rounding of float64

@@ -1,4 +1,4 @@
-"""Tests the kernels that a call gets: those of its own tensors, options and mode, whichever kernels are cached.
+"""Tests that a call gets the kernels for its own tensors, options and mode, whichever kernels are cached.
 
 FAST lists calls that take the fast path, and DISPATCHED lists calls that get dispatched kernels. Tests at the end of
 the file select the kernels of a device, or give the reason why it has none.
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from equal_to_torch import assert_values_close, clear_kernel_caches, strided_copy, unreadable_tensors
+from equal_to_torch import assert_values_close, clear_kernel_caches, unreadable_tensors
 from subclasses import plain
 from torch import Tensor, nn
 
@@ -30,7 +30,7 @@ def empty_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     clear_kernel_caches(monkeypatch)
 
 
-# The arguments of a call. The sizes of x are equal, so that any dim may be the channel dim.
+# The arguments of a call. X and Z have shape (3, 3, 3, 3), so that any dim may be the channel dim.
 X, Z = torch.randn(2, 3, 3, 3, 3, generator=torch.Generator().manual_seed(0))
 X_LAST, Z_LAST = (tensor.to(memory_format=torch.channels_last) for tensor in (X, Z))
 BASE: dict[str, Any] = {
@@ -89,7 +89,7 @@ def took_fast_path(y: Tensor) -> bool:
 
 
 def num_selections() -> int:
-    """Return how often `Kernels.cached` was called. A call whose kernels are in kernel_cache.py does not call it."""
+    """Return how often a config was looked up in `Kernels.cached`. A hit in kernel_cache.py looks up none."""
     forward, backward = ForwardKernels.cached.cache_info(), BackwardKernels.cached.cache_info()
     return forward.hits + forward.misses + backward.hits + backward.misses
 
@@ -118,10 +118,6 @@ DISPATCHED: dict[str, dict[str, object]] = {
 }
 for name in PER_CHANNEL:
     FAST[f"dtype of {name}"] = {name: BASE[name].half()}
-    # torch_batch_norm.py must make the tensor contiguous before F.batch_norm: with an input in channels_last, the
-    # backward of torch 2.13 on CPUs reads a non-dense tensor as if it were contiguous.
-    non_dense = {"input": X_LAST, "z": Z_LAST, name: strided_copy(BASE[name])}
-    DISPATCHED[f"non-dense {name}, strides of x and z"] = non_dense
 for name in ("input", "z", *PER_CHANNEL):
     for kind, tensor in unreadable_tensors(BASE[name]).items():
         if kind == "zero tensor" and name in BUFFERS:  # A zero tensor cannot change in place.
@@ -189,10 +185,9 @@ def test_inference_tensors_are_refused_outside_of_their_mode_although_kernels_ar
     with torch.inference_mode():
         bad = arguments()[name]
         sync_batch_norm(**arguments(**{name: bad}))
+    x = arguments()["input"].requires_grad_()
     for _ in range(2):
-        check_step(arguments())
-        sync_batch_norm(**arguments())
-        x = arguments()["input"].requires_grad_()
+        sync_batch_norm(**arguments(input=x))  # caches kernels for calls in which only x requires a gradient
         with pytest.raises(ValueError, match=f"{name} .*was made in torch.inference_mode"):
             sync_batch_norm(**arguments(input=x, **{name: bad}))
 
@@ -220,7 +215,7 @@ def test_a_cache_is_bounded() -> None:
 
 # The kernels of a device
 
-needs_cpp = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
+needs_cpp = pytest.mark.skipif(bool(reason := cpu.load()), reason=str(reason))
 
 
 @needs_cpp
@@ -274,7 +269,7 @@ def reason_no_triton(compiling: bool = False) -> str | None:
     return select._reason_no_triton(torch.device("cuda", 1), compiling)
 
 
-# An OSError is tried again at once, because another rank may be writing to Triton's cache.
+# Triton is tried again at once after an OSError, because another rank may be writing to its cache: hence the pairs.
 STALE = OSError(116, "Stale file handle")
 NO_LDCONFIG = FileNotFoundError(2, "No such file", "/sbin/ldconfig")
 NO_COMPILER = FileNotFoundError(2, "No such file", os.environ.get("CC"))  # Triton runs the C compiler in CC.
@@ -293,11 +288,11 @@ NO_COMPILER = FileNotFoundError(2, "No such file", os.environ.get("CC"))  # Trit
     ],
     ids=str,
 )
-def test_an_error_of_triton_disables_its_kernels_or_is_raised_if_other_ranks_may_not_have_it(
+def test_errors_of_triton_that_all_ranks_have_disable_its_kernels_and_others_are_raised(
     errors: list[Exception], message: str, is_raised: bool, try_triton: Mock
 ) -> None:
     """With torch operations on this rank alone, its running statistics would differ from those of the other ranks."""
-    try_triton.side_effect = [*errors, STALE, None]  # If the next call tries again, its second try succeeds.
+    try_triton.side_effect = [*errors, STALE, None]  # A later call that tries Triton again fails once, then succeeds.
     if is_raised:
         with pytest.raises(RuntimeError, match=f"{message}$"):
             reason_no_triton()

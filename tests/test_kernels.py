@@ -28,8 +28,8 @@ from syncbn.statistics import unpack
 
 # Sizes are (outer, channels, inner). A run is `inner` contiguous values of a channel. A row is the runs of all channels
 # at one outer index. cpu.cpp processes runs if inner is at least 32, and otherwise rows, several at once if they are
-# short. gpu_tiles.py processes spans of 32 or 64 channels if inner is 1, and otherwise a channel in each program. Large
-# tensors are divided into parts, whose partial sums are added.
+# short. gpu_tiles.py processes spans of 32 or 64 channels if inner is 1, and otherwise a channel in each program. All
+# but small tensors are divided into parts, whose partial sums are added.
 SIZES = [
     (5, 2, 49),  # 49 is not a multiple of any vector length.
     (70, 2, 37),  # Triton: two parts. A load has one value, because 37 is not a multiple of 4.
@@ -60,7 +60,7 @@ def cases(back_end: str, all_sizes: list[Sizes]) -> list[Any]:
     return [pytest.param(back_end, sizes, dtype, options, marks=marks) for (sizes, dtype), options in combinations]
 
 
-# "chunks" is the reference without gradients, which computes one chunk of the values after another.
+# "chunks" is the reference under torch.no_grad(), which computes one chunk of the values after another.
 CASES = [case for back_end in ("reference", "chunks", "operators", "triton") for case in cases(back_end, SIZES)]
 CASES += cases("cpu", SIZES + CPP_SIZES) + [("cpu", sizes, torch.float32, OPTIONS[-1]) for sizes in STREAMED_SIZES]
 # In C++ an unaligned load is undefined behaviour, even if it happens to work. scripts/sanitize.sh finds such loads.
@@ -75,15 +75,15 @@ def test_forward_and_backward_equal_the_reference_in_float64(
 ) -> None:
     """The totals are sums over all ranks, so they may be any numbers. Here they do not depend on x and dy."""
     flags, channels = options.split(), sizes[1]
-    # Local sums are exact, because these values have few bits. Squares of the float64 values do not fit in float32.
+    # These values have few bits, so local sums are exact. In float32, squares of the float64 values would be rounded.
     steps = 2**12 if dtype == torch.float64 else 8
     dy, x, residual = ((steps * tensor).round() / steps for tensor in kernel_calls.draw(3, sizes, dtype))
     mean, var, *sums, weight, bias = kernel_calls.draw_per_channel(6, channels)
-    weight, bias, mean = weight.float(), bias.bfloat16(), (8 * mean).round() / 8
+    weight, bias, mean, var = weight.float(), bias.bfloat16(), (8 * mean).round() / 8, 1.5 + var
     if "unaligned" in flags:
         dy, x, residual, weight, bias = map(kernel_calls.unaligned, (dy, x, residual, weight, bias))
     residuals = (residual, residual.double()) if "residual" in flags else (None, None)
-    total = payload.from_sums(torch.cat((mean, 1.5 + var + mean.square())) * 7, 7.0)
+    total = payload.from_sums(torch.cat((mean, var + mean.square())) * 7, 7.0)  # n = 7
     arguments: dict[str, Any] = {
         "totals": (total, payload.from_sums(torch.cat(sums))), "weight": weight, "bias": bias,
         "relu": "relu" in flags, "needs_residual": "grad_residual" in flags, "signed": "signed" in flags,
@@ -93,7 +93,7 @@ def test_forward_and_backward_equal_the_reference_in_float64(
         expected = run_both(reference, dy.double(), x.double(), residual=residuals[1], **arguments)
     expected_forward, expected_backward = expected
     if kernel_calls.is_triton(kernels):
-        # Triton's kernels sum x - center in a forward. The center has more bits than x, so these sums are rounded.
+        # Triton's forward sums x - center. The center, near the mean, has more bits than x, so these sums are rounded.
         magnitudes = run_forward(reference, x.double().abs()).payload
         rounding = 1e-14 if dtype == torch.float64 else 2**-22
         assert ((forward.payload - expected_forward.payload).abs() <= rounding * magnitudes).all()
@@ -240,8 +240,8 @@ def test_the_variance_is_not_negative_and_keeps_nan(kernels: BackEnd) -> None:
 def test_running_statistics_have_the_bits_of_the_reference(
     kernels: BackEnd, dtype: torch.dtype, momentum: float | None
 ) -> None:
-    """Ranks may use different kernels, and must have identical running statistics. Each update increments the buffer's
-    version counter, by which autograd notices changes in place."""
+    """Ranks may use different kernels, and must have identical running statistics. Each step increments the version
+    counters of all buffers, by which autograd notices changes in place."""
     if dtype.itemsize == 2 and is_interpreted(kernels):
         pytest.skip("the interpreter truncates to bfloat16 and to subnormal values")
     num_channels = 70 if kernel_calls.is_triton(kernels) else 2100  # cpu.cpp processes 2,048 channels at once.
@@ -293,7 +293,7 @@ def test_operators_take_any_strides_and_return_those_of_the_input(
     operator, arguments = getattr(kernels, name), ARGUMENTS[name]
     checks = {} if copy is torch.clone else {"test_utils": "test_faketensor"}  # compares the strides of outputs
     indices = [index for index, argument in enumerate(arguments) if argument is X]
-    for copied in (indices, *([index] for index in indices)):
+    for copied in (indices, *([index] for index in indices)):  # all inputs, then each alone
         changed = [copy(X) if index in copied else argument for index, argument in enumerate(arguments)]
         torch.library.opcheck(operator, tuple(changed), **checks)
         contiguous = [value.contiguous() if isinstance(value, Tensor) else value for value in changed]

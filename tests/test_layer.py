@@ -131,7 +131,7 @@ def test_accumulated_statistics_keep_the_variance_next_to_a_large_mean() -> None
     with syncbn.accumulate_running_stats(layer):
         for batch in batches:
             layer(batch)
-    # The squares are near 1e8, where float32 values are 8 apart: float32 sums would lose more than the variance, 1.
+    # The squares are near 1e8, where float32 values are 8 apart, and the variance is 1.
     torch.testing.assert_close(layer.running_var.double(), batches.double().flatten(0, 1).var(0), rtol=1e-3, atol=0)
 
 
@@ -218,7 +218,7 @@ def test_one_value_per_channel_raises_at_once(case: str, monkeypatch: pytest.Mon
         torch._dynamo.reset()
         model = torch.compile(model, backend="eager", dynamic=True)
     else:
-        play(monkeypatch)  # CPU tensors count as tensors of a GPU.
+        play(monkeypatch)  # CPU tensors count as GPU tensors, whose total the host does not read.
     model(torch.randn(2, 3, 1))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got "):
         model(torch.randn(1, 3, 1))

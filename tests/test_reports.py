@@ -33,7 +33,7 @@ X = torch.randn(4, 3, requires_grad=True)
 
 @pytest.fixture(params=[dist.HashStore, dist.FileStore])
 def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ThisRank]:
-    """Return rank 1 of three ranks, which reports. Ranks 0 and 2 have no process: `write` writes their values."""
+    """Return rank 1 of three, the rank that reports. Ranks 0 and 2 have no process: `write` writes their values."""
     store = dist.HashStore() if request.param is dist.HashStore else dist.FileStore(str(tmp_path / "store"), 3)
     dist.init_process_group("fake", store=store, rank=1, world_size=3)
     yield ThisRank(dist.group.WORLD)
@@ -48,8 +48,7 @@ def make_position(call_number: int, pass_name: str = "forward", **fields: object
 
 
 def write(reader: ThisRank, key: str, value: object, process: int = 0) -> None:
-    """Write the value of ranks 0 and 2, as if the process with the id `process` had written it in its first default
-    group."""
+    """Write `value` for ranks 0 and 2, as if process `process` of each had written it."""
     for rank in (0, 2):
         reader.store.set(f"{reader.prefix}/{rank}/{key}", json.dumps([[process, 0], value]))
 
@@ -90,18 +89,18 @@ def test_values_of_an_earlier_process_of_a_rank_are_ignored(reader: ThisRank, mo
 # Causes. tests/distributed/test_waits.py has the causes of waits, and mixtures.py those of ranks that differ.
 
 
-WAITING, BACKWARD, LATE = make_position(3), make_position(3, "backward"), make_position(2, "backward")
-VALIDATING, LEFT = WAITING._replace(lacks_grad=True), LATE._replace(departure="has left")
-FAILED = WAITING._replace(error="has raised RuntimeError: syncbn: a collective failed on rank 1 after 3.0 s.")
+FORWARD, BACKWARD, LATE = make_position(3), make_position(3, "backward"), make_position(2, "backward")
+VALIDATING, LEFT = FORWARD._replace(lacks_grad=True), LATE._replace(departure="has left")
+FAILED = FORWARD._replace(error="has raised RuntimeError: syncbn: a collective failed on rank 1 after 3.0 s.")
 # The columns: the position of the rank that reports (None: it waits outside of layers), the positions of all ranks, and
 # a list with the first cause. The list is empty if a position explains the failure.
 CAUSES: dict[str, tuple[Position | None, list[Position], list[str]]] = {
-    "one rank of three waits": (WAITING, [WAITING, LATE, LATE], [report.EXTRA_CALL]),
-    "all ranks wait in one call": (WAITING, [WAITING, WAITING], [report.ONE_CALL]),
+    "one rank of three waits": (FORWARD, [FORWARD, LATE, LATE], [report.EXTRA_CALL]),
+    "all ranks wait in one call": (FORWARD, [FORWARD, FORWARD], [report.ONE_CALL]),
     "a rank validates after another rank has left": (VALIDATING, [VALIDATING, LEFT], [report.EXTRA_CALL]),
     "a rank has failed because another rank failed": (None, [LATE, FAILED], [report.OUTSIDE]),
-    "a rank has left out a backward": (BACKWARD, [BACKWARD, WAITING], [report.OTHER_LAYERS]),
-    "an error explains the failure": (None, [LATE, WAITING._replace(error="has raised KeyError: 1")], []),
+    "a rank has left out a backward": (BACKWARD, [BACKWARD, FORWARD], [report.OTHER_LAYERS]),
+    "an error explains the failure": (None, [LATE, FORWARD._replace(error="has raised KeyError: 1")], []),
 }
 
 
@@ -130,8 +129,8 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
     ],
 )
 def test_errors_of_collectives_are_recognised(error: Exception, from_collective: bool, is_consequence: bool) -> None:
-    """After the error of a collective outside of layers, a rank reports all positions. A report does not give such an
-    error as the cause of a failure (`is_consequence`), because it follows from an error of another rank."""
+    """`from_collective`: a collective outside of layers has failed, so the rank reports all positions.
+    `is_consequence`: the error follows from an error of another rank, so it does not explain a failure."""
     try:
         raise error
     except RuntimeError:
@@ -154,9 +153,9 @@ def test_a_store_is_called_again_after_a_timeout(reader: ThisRank) -> None:
 
 
 @pytest.mark.parametrize("reader", [dist.FileStore], indirect=True)
-def test_a_file_store_gets_a_position_only_if_two_polls_find_it(reader: ThisRank) -> None:
+def test_a_file_store_gets_a_position_only_after_two_equal_polls(reader: ThisRank) -> None:
     """A file grows with each write, so a position in each second would make the file of a week's job too large."""
-    reader.departure = "has left"
+    reader.departure = "has left"  # changes the position
     position = watchdog._poll(reader, reader.written_position)
     assert reader.written_position != position
     watchdog._poll(reader, position)

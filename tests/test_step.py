@@ -164,7 +164,7 @@ def test_output_and_bias_may_change_before_the_backward_of_a_fused_relu() -> Non
     torch.testing.assert_close(torch.autograd.grad(y, inputs, dy), expected, rtol=0, atol=0)
 
 
-# Tensor subclasses, and the gradient of a residual. Classes, metadata and values are those of nn.BatchNorm2d.
+# Tensor subclasses, whose results are compared with nn.BatchNorm2d's, and the gradient of a residual.
 
 ROLES = "input", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 
@@ -253,8 +253,8 @@ def make_views(offset: int, *tensors: Tensor) -> None:
 def test_a_forward_refuses_freed_storage_before_anything_is_sent_or_changed(
     freed: str, offset: int, is_cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In freed storage data_ptr() of a tensor is 0, which C++ kernels take for an absent tensor. For a view it is the
-    offset of the view. Other ranks must not train with sums of this rank."""
+    """The data_ptr() of a tensor in freed storage is 0, which C++ kernels take for an absent tensor, or the offset of a
+    view. Other ranks must not train with sums of this rank."""
     layer, (x, z), passes = syncbn.SyncBatchNorm2d(3, fuse_relu=True), torch.randn(2, *SHAPE), list[str]()
     mask = torch.ones(4, dtype=torch.bool)
     make_views(offset, x, z, mask, *layer.parameters(), *layer.buffers())
@@ -283,7 +283,7 @@ def test_a_backward_refuses_freed_storage(freed: str) -> None:
 
 
 def test_two_threads_may_be_in_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels must keep no data of a call. Here both threads have local sums before a thread computes outputs."""
+    """Kernels must keep no data of a call. Here both threads have local sums before either computes outputs."""
     (first, first_copy), (second, second_copy), batches = layer_pair(), layer_pair(), torch.randn(2, *SHAPE)
     expected = [step(first, batches[0]), step(second, batches[1])]
     barrier = threading.Barrier(2, timeout=300)
@@ -326,5 +326,5 @@ def test_batch_norm_backward_has_the_gradients_of_torch_in_float64(
         for actual, wanted, result_dtype in zip(results, expected, dtypes, strict=True):
             if actual is not None:
                 assert (actual.shape, actual.dtype, actual.requires_grad) == (wanted.shape, result_dtype, False)
-                # Rounding to the dtype of the result costs eps / 2. Sums in another order differ by less than 1e-12.
+                # Rounding to the result's dtype costs finfo.eps / 2. Sums in another order differ by less than 1e-12.
                 assert relative_error(actual, wanted) <= max(torch.finfo(actual.dtype).eps, 1e-12)

@@ -141,8 +141,7 @@ def test_a_bad_argument_of_rank_0_raises_on_every_rank_and_a_similar_argument_do
     bad: dict[str, object], good: dict[str, object], error: type[Exception], text: str, is_cached: bool,
 ) -> None:  # fmt: skip
     """Otherwise the other ranks would update their statistics, and wait in backward. After a valid call the options of
-    the layer and the kernels are cached. The error needs no NumPy, and no tensors on the default device, here "meta".
-    """
+    the layer and the kernels are cached. The error is raised without NumPy, and with the default device "meta"."""
     clear_kernel_caches(monkeypatch)
     monkeypatch.setattr(Tensor, "numpy", None)
     layer = syncbn.SyncBatchNorm(C)
@@ -224,7 +223,7 @@ def test_each_layer_warns_once_on_a_rank_whose_sums_are_not_finite(
             y = first(x)
             second(y)
     assert first.running_var.isfinite().all() == (cause is None)
-    has_nan = value != 3e38  # With 3e38, mean^2 is finite in float64, so no output is NaN.
+    has_nan = value != 3e38  # With 3e38, mean^2 is finite, so the variance is finite or infinite, and no output is NaN.
     assert y.isnan().all() == has_nan
     names = ["layer '0'"] if ranks.rank == 0 and cause is not None else []
     names += ["layer '1'"] if has_nan else []

@@ -95,7 +95,8 @@ class Batch:
         # The layer gets `self.mask`. `self.counted` has x's shape with one channel. Both are True where a value counts.
         mask_shape = [draw.choice([1, size, size]) for size in shape]  # A size of 1 is broadcast.
         mask = (torch.rand(mask_shape, generator=generator) < draw.choice([0.0, 0.6, 0.6])).to(ranks.device)
-        self.mask = draw.choice([None, mask.flatten() if mask.numel() == len(mask) else mask])  # (N, 1, 1) as (N,)
+        is_per_sample = mask.numel() == len(mask)  # A mask (N, 1, 1) is passed as (N,).
+        self.mask = draw.choice([None, mask.flatten() if is_per_sample else mask])
         counted = torch.ones(shape, dtype=torch.bool).to(ranks.device) if self.mask is None else mask.expand(shape)
         self.counted = counted.unsqueeze(self.channel_dim)
 
@@ -135,7 +136,9 @@ class Batch:
             message = "Expected more than 1 value per channel when training, got 1"
             with assert_state_unchanged(layer), pytest.raises(ValueError, match=message):
                 layer(x, z, mask)
-        elif is_training or layer.track_running_stats or num_values != 1:  # Else evaluation refuses one value.
+        elif (
+            is_training or layer.track_running_stats or num_values != 1
+        ):  # Evaluation without running statistics refuses one value.
             count_collectives = self.group()._get_sequence_number_for_group
             before, num_collectives = copy.deepcopy(dict(layer.named_buffers())), count_collectives()
             z = None if z is None else z.requires_grad_()
@@ -178,7 +181,7 @@ class Batch:
             assert (self.gather(actual) == actual).all(), name
 
     def group(self) -> dist.ProcessGroup:
-        """Return the layer's group. The batch keeps no group: gloo wakes waiting ranks when the last reference ends."""
+        """Return the layer's group. A stored group would keep waiting ranks from waking after a failure."""
         size = self.layer.process_group  # None: all ranks
         return dist.group.WORLD if size is None else syncbn.create_syncbn_process_group(size)
 
@@ -193,7 +196,7 @@ class Batch:
         layer, counted = self.layer, self.counted[self.samples]
         assert grad_input.isfinite().all()
         for result in (y, grad_input):
-            assert not result.masked_fill(counted, 0).any()
+            assert not result.masked_fill(counted, 0).any()  # 0 where the mask is False
         if not layer.track_running_stats:
             return
         tensors = x, layer.running_mean, layer.running_var, layer.weight, layer.bias, z

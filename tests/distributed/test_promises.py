@@ -87,7 +87,7 @@ def test_promise_2_one_collective_each_way(ranks: Ranks, mode: Callable[[], Any]
 # More: test_fuzz.py, test_recipes.py (ranks that run out of data).
 @pytest.mark.parametrize("samples_of_rank_0", [5, 0])
 def test_promise_3_uneven_and_empty_ranks_are_exact(ranks: Ranks, samples_of_rank_0: int) -> None:
-    """Of the other samples each of the W - 1 other ranks has every (W - 1)-th."""
+    """Rank 0 has the first samples. The other ranks take the rest in turn."""
     start = samples_of_rank_0 + ranks.rank - 1
     samples = slice(start, None, ranks.size - 1) if ranks.rank else slice(samples_of_rank_0)
     errors = errors_of_one_step("N(0, 1)", torch.float64, sync_batch_norm, samples, ranks.device)

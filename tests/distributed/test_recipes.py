@@ -387,8 +387,8 @@ def test_measured_noise_agrees_with_its_definition(ranks: Ranks) -> None:
     [noise] = run_block("evidence.md", "noise = measure", measure=measure_slices, model=model, loader=loader)["noise"]
     var, mean = torch.var_mean(x, (0, 1), correction=0)
     slice_var, slice_mean = torch.var_mean(x, 1, correction=0, keepdim=True)
-    outputs_off = (x - slice_mean) / (slice_var + 2).sqrt() - (x - mean) / (var + 2).sqrt()
-    deviations = (slice_mean - mean) / var.sqrt(), slice_var / var - 1, outputs_off
+    output_errors = (x - slice_mean) / (slice_var + 2).sqrt() - (x - mean) / (var + 2).sqrt()
+    deviations = (slice_mean - mean) / var.sqrt(), slice_var / var - 1, output_errors
     root_mean_squares = [deviation.square().mean().sqrt().item() for deviation in deviations]
     assert noise[:3] == ("0", 3, 6 * ranks.size)  # the layer, the values of a slice, the values of all slices
     assert_close(noise[3:], tuple(root_mean_squares))

@@ -125,8 +125,8 @@ def test_the_comparison_of_signatures_is_exact(num_ranks: int) -> None:
 def test_sums_of_different_sizes_raise(
     ranks: Ranks, set_seconds: Callable[..., None], wrap_all_reduce: Callable[..., None]
 ) -> None:
-    """gloo aborts a rank that expects fewer elements than another rank sends, and leaves the last elements of the total
-    NaN on the other ranks. Here each rank writes this NaN itself, and gloo aborts no rank."""
+    """gloo aborts the rank that sends fewer elements, and leaves the last elements of the total NaN on the other ranks.
+    Here each rank writes this NaN itself, and gloo aborts no rank."""
 
     def leave_last_element_unwritten(all_reduce: Callable[..., Tensor], *arguments: object) -> Tensor:
         total = all_reduce(*arguments)
@@ -149,8 +149,8 @@ def random_batch() -> Tensor:
 @pytest.mark.parametrize("derivative", ["first", "first with create_graph", "second"])
 @pytest.mark.parametrize("num_errors", [0, 300])  # 300 exceeds NUM_IDS, the number of ids of calls.
 def test_backwards_of_different_calls_raise(ranks: Ranks, num_errors: int, derivative: str) -> None:
-    """Without an error the gradients of two calls would be mixed. Backwards of the same call raise no error, even if
-    rank 0 has counted more calls than the other ranks: it also counts calls that raised an error on rank 0 alone."""
+    """Otherwise the gradients of two calls would be mixed. Backwards of the same call raise nothing, even if rank 0 has
+    counted more calls: it also counts the calls that failed on rank 0 alone."""
 
     def loss(x: Tensor) -> Tensor:
         y = sync_batch_norm(x, None, None, training=True)
@@ -211,8 +211,8 @@ ORDERS = {
 def test_ranks_that_train_models_of_one_class_in_different_orders_raise(
     ranks: Ranks, name: str, build_model: Callable[[], nn.Module]
 ) -> None:
-    """A model that a rank trains for the first time may be a second model of the class, or the first model, reloaded:
-    the ranks cannot know. They agree on a new number, and raise when some rank uses the old number again."""
+    """The ranks cannot know whether a model that is new on a rank is a second model or the first one, reloaded. They
+    agree on a new number, and raise when a rank uses the old number again."""
     models = collections.defaultdict(build_model)  # builds a model when its letter is first used
     order_of_rank_1, order_of_other_ranks = ORDERS[name]
     *letters, last = order_of_rank_1 if ranks.rank == 1 else order_of_other_ranks

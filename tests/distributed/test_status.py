@@ -106,7 +106,7 @@ def test_backwards_of_different_calls_raise_even_if_the_ranks_count_calls_differ
         layer = syncbn.SyncBatchNorm(3, process_group=model.bn1.process_group)
         layer(X)
         layer._syncbn_site.num_calls += 7 * ranks.rank  # Seven calls of rank 1 have raised an error.
-        for order in ([0, 1], [1, 0], [ranks.rank]):  # The ranks differ only in the last order.
+        for order in ([0, 1], [1, 0], [ranks.rank]):  # The last: call 6 on rank 0, call 7 on rank 1, counted as 14.
             losses = [layer(X).square().sum() for _ in range(2)]
             for index in order:
                 losses[index].backward()
@@ -128,7 +128,7 @@ def test_a_bad_argument_of_one_rank_raises_on_the_other_rank_later(
     expected = rf"another rank failed in bn1 forward, call 2\.\nrank 1: {error.__name__}: {message}"
     with raises_in_later_calls(expected, error) as model:
         if unchecked_ranks:
-            copy.deepcopy(mismatched_layer(model, ranks))(X).sum().backward()  # The model must not change.
+            copy.deepcopy(mismatched_layer(model, ranks))(X).sum().backward()  # The copy keeps the model unchanged.
         if ranks.rank == 0:
             model.bn1(X)
         else:
@@ -211,9 +211,9 @@ def test_the_watchdog_logs_a_fault_of_the_last_step_when_the_group_ends(
 def test_the_error_names_a_rank_that_does_not_answer(
     ranks: Ranks, set_seconds: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank without a fault makes no call here and writes no report: rank 1 in the first group, rank 0 in the second.
-    torch reuses names of destroyed groups, so both groups get one name. The second must not read the report of rank 0
-    in the first."""
+    """The rank without a fault makes no later call in its group, and writes no report: rank 1 in the first group, rank
+    0 in the second. torch reuses names of destroyed groups, so here both groups have one name. In the second group rank
+    1 must not read the report that rank 0 wrote in the first."""
     set_seconds(ANSWER_SECONDS=0.5)
     monkeypatch.setattr(torch_internals, "registered_name", lambda group: "a reused name")
     place, silence = "in bn1 backward, call 1", "has not answered within 0.5 s"

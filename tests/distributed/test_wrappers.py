@@ -92,10 +92,14 @@ def test_rank_0_validates_alone_and_no_rank_communicates(ranks: Ranks) -> None:
 def test_ddp_may_run_several_forwards_before_a_backward(ranks: Ranks) -> None:
     """DDP's broadcast in the second forward changes the buffers, which the backward of the first one must not need
     (https://github.com/pytorch/pytorch/issues/24397)."""
-    model = nn.Sequential(nn.Linear(3, 3), syncbn.SyncBatchNorm1d(3)).to(ranks.device)
-    ddp, x = DistributedDataParallel(model), torch.randn(4, 3, device=ranks.device)
-    (ddp(x) + ddp(x)).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), syncbn.SyncBatchNorm1d(3)).to(ranks.device)
+    expected, x = copy.deepcopy(model), torch.randn(4, 3, device=ranks.device)
+    (2 * expected(x)).pow(3).sum().backward()
+    ddp = DistributedDataParallel(model)
+    (ddp(x) + ddp(x)).pow(3).sum().backward()
+    for parameter, expected_parameter in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected_parameter.grad)
 
 
 def test_all_ranks_skip_a_step_in_which_one_rank_overflows(ranks: Ranks) -> None:
@@ -115,7 +119,7 @@ def test_all_ranks_skip_a_step_in_which_one_rank_overflows(ranks: Ranks) -> None
         assert torch.equal(model[0].weight, before) == overflows
 
 
-@pytest.mark.parametrize("broadcasts", [False, True])  # False first: after the warning it cannot fail.
+@pytest.mark.parametrize("broadcasts", [False, True])  # False first: a process issues the warning once.
 def test_ddp_that_broadcasts_buffers_between_hosts_causes_a_warning(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, broadcasts: bool
 ) -> None:
@@ -192,8 +196,8 @@ def test_checkpointing_changes_no_bit(
     [(0, "the ranks differentiate different calls of a layer"), (1, r"different layers or calls.*\n.*forward, call 6")],
 )
 def test_backwards_of_different_checkpointed_calls_raise(ranks: Ranks, second_layer: int, message: str) -> None:
-    """Backward recomputes a forward as the next call of its layer. In one layer the recomputes agree, and only the
-    backwards differ. In two layers the recomputes differ: call 6 of one layer or of the other."""
+    """Backward repeats a forward as the next call of its layer. With one layer the repeated forwards agree, and only
+    the backwards differ. With two layers the repeated forwards differ: call 6 of one layer or of the other."""
     layers, x = [syncbn.SyncBatchNorm(3) for _ in range(2)], torch.randn(4, 3, requires_grad=True)
 
     def losses_of_two_calls() -> list[Tensor]:
@@ -281,16 +285,16 @@ def test_a_schedule_trains_like_one_process(ranks: Ranks, mesh: DeviceMesh, name
             torch.testing.assert_close(parameter.grad / num_replicas, expected.grad)
 
 
-@pytest.mark.parametrize("wrapper", [nn.Identity, DistributedDataParallel])
+@pytest.mark.parametrize("uses_ddp", [False, True])
 def test_a_layer_that_synchronises_with_ranks_of_other_stages_is_refused(
-    ranks: Ranks, mesh: DeviceMesh, wrapper: type[nn.Module]
+    ranks: Ranks, mesh: DeviceMesh, uses_ddp: bool
 ) -> None:
     index, pp, dp = mesh["pp"].get_local_rank(), mesh.get_group("pp"), mesh.get_group("dp")
     x = torch.randn(NUM_SAMPLES, WIDTH, dtype=torch.float64, device=ranks.device)
 
     def forward(process_group: object) -> None:
         module = syncbn.convert_syncbn_model(make_stage(index).to(ranks.device), process_group)
-        if wrapper is DistributedDataParallel:
+        if uses_ddp:
             module = DistributedDataParallel(module, process_group=dp)
         # Without output_args the stage would run a forward to infer them, whose errors torch 2.11 replaces.
         stage = PipelineStage(module, index, 2, ranks.device, input_args=(x,), output_args=(x,), group=pp)
