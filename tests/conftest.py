@@ -45,7 +45,7 @@ def pytest_configure() -> None:
         if __version__.startswith("3.6."):  # Other versions may have other names.
             call = lambda function, *args, **options: function.rewrite()(*args, **options)  # noqa: E731
             interpreter.InterpretedFunction.__call__ = call
-            # A launch patches only modules in the globals of the kernel's file, and triton's own functions use core.
+            # A launch patches the modules that the kernel's file imports. Add core, which triton's own functions use.
             gpu_channels.core = gpu_tiles.core = language.core
 
 
@@ -76,7 +76,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param in ("cpu", "operators") and (reason := cpu.load()):
         pytest.skip(reason)
     if request.param == "chunks":
-        # 48 elements are 24 values of 2 channels, so test_kernels.py's 49 inner values give chunks of 24, 24 and 1.
+        # 48 elements are 24 values of 2 channels, so the runs of test_kernels.py's (5, 2, 49) give 24, 24 and 1.
         monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 48)
         with torch.no_grad():
             yield reference

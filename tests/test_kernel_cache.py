@@ -89,7 +89,7 @@ def took_fast_path(y: Tensor) -> bool:
 
 
 def num_selections() -> int:
-    """Return how often a config was looked up in `Kernels.cached`. A hit in kernel_cache.py looks up none."""
+    """Return how often `Kernels.cached` was called. A hit in kernel_cache.py does not call it."""
     forward, backward = ForwardKernels.cached.cache_info(), BackwardKernels.cached.cache_info()
     return forward.hits + forward.misses + backward.hits + backward.misses
 
@@ -157,7 +157,7 @@ def test_kernels_are_cached_for_a_tensor_in_two_roles() -> None:
         y.backward(x)
         (expected(x) + x).relu().backward(x)
         torch.testing.assert_close(layer.weight.grad, expected.weight.grad)
-    assert num_selections() == num_before
+    assert num_selections() == num_before, "the last step selected kernels"
     torch.testing.assert_close(layer.state_dict(), expected.state_dict())
 
 
@@ -192,7 +192,8 @@ def test_inference_tensors_are_refused_outside_of_their_mode_although_kernels_ar
             sync_batch_norm(**arguments(input=x, **{name: bad}))
 
 
-def test_kernels_that_were_cached_in_inference_mode_are_not_used_for_inference_tensors_outside_of_it() -> None:
+def test_kernels_cached_in_inference_mode_are_not_used_for_inference_tensors_outside_of_it() -> None:
+    """torch's guard from that mode would accept them, because the dispatch keys are equal."""
     normal = arguments()
     with torch.inference_mode():
         bad = arguments()
@@ -288,11 +289,15 @@ NO_COMPILER = FileNotFoundError(2, "No such file", os.environ.get("CC"))  # Trit
     ],
     ids=str,
 )
-def test_errors_of_triton_that_all_ranks_have_disable_its_kernels_and_others_are_raised(
+def test_errors_of_triton_disable_its_kernels_unless_they_may_occur_on_one_rank_alone(
     errors: list[Exception], message: str, is_raised: bool, try_triton: Mock
 ) -> None:
     """With torch operations on this rank alone, its running statistics would differ from those of the other ranks."""
-    try_triton.side_effect = [*errors, STALE, None]  # A later call that tries Triton again fails once, then succeeds.
+    try_triton.side_effect = [
+        *errors,
+        STALE,
+        None,
+    ]  # A later call that tries Triton again succeeds at its second attempt.
     if is_raised:
         with pytest.raises(RuntimeError, match=f"{message}$"):
             reason_no_triton()

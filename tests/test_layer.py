@@ -125,7 +125,7 @@ def test_a_layer_that_cannot_synchronise_warns_once(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("syncbn_kernels")
 def test_accumulated_statistics_keep_the_variance_next_to_a_large_mean() -> None:
-    """float32 sums of squares would lose the variance. On several ranks: distributed/test_running_stats.py."""
+    """float32 sums of squares would lose the variance. More: distributed/test_running_stats.py."""
     batches = torch.randn(4, 1000, 3) + 1e4
     layer = syncbn.SyncBatchNorm1d(3, momentum=1.0)
     with syncbn.accumulate_running_stats(layer):

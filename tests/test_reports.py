@@ -48,7 +48,7 @@ def make_position(call_number: int, pass_name: str = "forward", **fields: object
 
 
 def write(reader: ThisRank, key: str, value: object, process: int = 0) -> None:
-    """Write `value` for ranks 0 and 2, as if process `process` of each had written it."""
+    """Write `value` as process `process` of ranks 0 and 2 would, in default group 0."""
     for rank in (0, 2):
         reader.store.set(f"{reader.prefix}/{rank}/{key}", json.dumps([[process, 0], value]))
 
@@ -74,8 +74,8 @@ def test_a_report_has_the_age_of_each_position(reader: ThisRank, seconds: float,
 
 
 def test_values_of_an_earlier_process_of_a_rank_are_ignored(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher may replace a process and keep the store. So may torchrun, when it restarts all ranks. A value counts
-    only if the process that wrote it has also written the rank's position."""
+    """A launcher may replace a process and keep the store. A value counts only if the process that wrote it has also
+    written the rank's position. After a restart by torchrun, keys have a new prefix."""
     write(reader, "a key", "value", process=1)
     write(reader, "position", make_position(7), process=1)
     assert reader.read([0, 2], "a key") == ["value", "value"]

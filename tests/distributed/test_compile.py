@@ -1,4 +1,4 @@
-"""Tests that compiled layers equal eager layers without a graph break, and of torch.fx, torch.jit and torch.export."""
+"""Tests of compiled layers, which equal eager layers without a graph break, torch.fx, torch.jit and torch.export."""
 
 import copy
 from typing import Any
@@ -28,7 +28,7 @@ def local_input(ranks: Ranks) -> Tensor:
 @pytest.mark.parametrize(
     ("backend", "first_options", "second_options", "to_options"),
     [
-        # In float64 no cast separates grad_weight and grad_bias from the memory of the sums.
+        # Without a cast (float64), grad_weight and grad_bias could share the memory of the sums.
         ("inductor", {}, {"process_group": 1}, {"dtype": torch.float64, "memory_format": torch.channels_last}),
         ("aot_eager", {"affine": False, "eps": 1e-3}, {"bias": False, "momentum": None}, {}),
         ("aot_eager", {"process_group": 2}, {"track_running_stats": False}, {}),

@@ -111,7 +111,7 @@ def test_derivatives_equal_those_of_the_whole_batch(ranks: Ranks, way: str, case
         total = gradient if gradient.ndim == 4 else ranks.all_reduce_sum(gradient)
         torch.testing.assert_close(total, local(expected_gradient), rtol=1e-10, atol=1e-10)
     if way in NUM_ALL_REDUCES:
-        assert collectives.total == (2 if case.uses_statistics else NUM_ALL_REDUCES[way])  # statistics: 1 each way
+        assert collectives.total == (2 if case.uses_statistics else NUM_ALL_REDUCES[way])  # statistics: always 2
 
 
 def test_batch_norm_backward_computes_the_gradient_of_the_whole_batch(ranks: Ranks) -> None:

@@ -108,7 +108,7 @@ class Batch:
             for tensor in (mean + std * x, dy, z)
         )
         self.x, self.dy, self.z = draw.choice(LAYOUTS)(x), dy, draw.choice([None, draw.choice(LAYOUTS)(z)])
-        if program.fuse_relu:  # Near 0 rounding errors decide whether the relu passes dy, so dy is 0.
+        if program.fuse_relu:  # Near 0 rounding errors decide whether the relu passes dy, so a counted dy is 0.
             magnitude = self.oracle(relu=False).output.abs()
             self.dy = dy.masked_fill(self.counted & (magnitude < 1e-2 * max(1.0, largest(magnitude))), 0)
         self.dy = draw.choice(LAYOUTS)(self.dy)
@@ -136,9 +136,7 @@ class Batch:
             message = "Expected more than 1 value per channel when training, got 1"
             with assert_state_unchanged(layer), pytest.raises(ValueError, match=message):
                 layer(x, z, mask)
-        elif (
-            is_training or layer.track_running_stats or num_values != 1
-        ):  # Evaluation without running statistics refuses one value.
+        elif is_training or layer.track_running_stats or num_values != 1:  # Else evaluation refuses the one value.
             count_collectives = self.group()._get_sequence_number_for_group
             before, num_collectives = copy.deepcopy(dict(layer.named_buffers())), count_collectives()
             z = None if z is None else z.requires_grad_()
@@ -181,7 +179,7 @@ class Batch:
             assert (self.gather(actual) == actual).all(), name
 
     def group(self) -> dist.ProcessGroup:
-        """Return the layer's group. A stored group would keep waiting ranks from waking after a failure."""
+        """Return the layer's group. It is not stored, because a reference would keep waiting ranks from waking."""
         size = self.layer.process_group  # None: all ranks
         return dist.group.WORLD if size is None else syncbn.create_syncbn_process_group(size)
 

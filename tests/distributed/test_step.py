@@ -38,7 +38,7 @@ def layer_and_input(ranks: Ranks, **options: object) -> tuple[syncbn.SyncBatchNo
 # The collective: all_to_all_single in small groups of gloo, all_reduce in other groups.
 
 
-@pytest.mark.parametrize("use_operator", [False, True])
+@pytest.mark.parametrize("use_operator", [False, True], ids=["group method", "functional operator"])
 @pytest.mark.parametrize("uses_all_to_all", [False, True])
 def test_the_total_has_the_same_bits_on_all_ranks(ranks: Ranks, uses_all_to_all: bool, use_operator: bool) -> None:
     """Otherwise the running statistics of the ranks would drift apart. With all_to_all_single every rank adds the
@@ -61,7 +61,7 @@ def test_an_interrupt_leaves_no_record_of_a_collective_that_has_ended(
 ) -> None:
     """Otherwise the watchdog would report a wait that has ended. Python raises KeyboardInterrupt when it enters a
     Python function or returns from a C function, so the test interrupts a forward at each of these events in turn.
-    It disables autograd, whose generators would swallow an interrupt."""
+    It runs without autograd, whose generators would swallow an interrupt."""
     num_events, interrupted_event, was_interrupted = 0, 0, True
 
     def interrupt(frame: FrameType, event: str, argument: object) -> None:
