@@ -125,7 +125,8 @@ def run_both(
     one the gradient is dy."""
     common["relu"] = relu
     forward = run_forward(kernels, x, totals[0], residual=residual, bias=bias, buffers=buffers, eps=eps, **common)
-    y, needs_residual = (None, False) if residual is None else (forward.y, needs_residual and relu)
+    y = None if residual is None else forward.y
+    needs_residual = needs_residual and relu and residual is not None
     backward = run_backward(kernels, dy, x, forward.statistics, totals[1], y=y, needs_residual=needs_residual, **common)
     return forward, backward
 

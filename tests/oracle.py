@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The largest error before a result is rounded, relative to the largest term of its sum. Keys are dtypes of terms. Up to
-# float32, a few terms are first added in float32, and elements are rounded several times, each time by 6e-8.
+# Dtype of x -> largest error before a result is rounded, relative to the largest term of its sum. Below float64 a few
+# terms are first added in float32, and elements are rounded to float32 several times, each time by 6e-8.
 TOLERANCE = {torch.float64: 1e-12} | dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 9e-7)
 
 
@@ -96,7 +96,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def within_one_rounding(actual: Tensor, expected: Tensor, scale: float, tolerance: float = 1e-6) -> bool:
-    """Return whether `actual` is `expected`, computed with errors up to `tolerance` of `scale`, and then rounded to the
+    """Return whether `actual` is `expected`, computed with errors up to `tolerance * scale`, and then rounded to the
     dtype of `actual`."""
     expected = expected.double()
     finfo = torch.finfo(actual.dtype)

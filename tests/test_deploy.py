@@ -46,7 +46,7 @@ def test_fusion_of_graphs_leaves_converted_layers_and_fuses_reverted_layers() ->
 
 
 def test_a_quantised_input_is_refused() -> None:
-    """torch.ao.quantization.convert puts a layer that was not reverted between quantised layers."""
+    """After torch.ao.quantization.convert a layer that was not reverted gets quantised inputs."""
     layer = syncbn.convert_syncbn_model(nn.BatchNorm2d(3)).eval()
     with pytest.raises(TypeError, match=r"got torch\.quint8; call syncbn\.revert_syncbn_model\(model\) before quant"):
         layer(torch.quantize_per_tensor(X, 0.1, 0, torch.quint8))
@@ -60,7 +60,7 @@ def test_torchscript_needs_a_revert_except_for_a_trace_in_evaluation(layer_class
         with pytest.raises(RuntimeError, match=rf"cannot compile Sync\w+: {remedy}"):
             torch.jit.script(model.train(training))
     with pytest.raises(RuntimeError, match=f"cannot record .*: {remedy}"):
-        torch.jit.trace(model, X)
+        torch.jit.trace(model.train(), X)
     options = {"dynamo": False, "training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
     with pytest.raises(RuntimeError, match=rf"torch\.onnx\.export\(dynamo=False\) uses, .*: {remedy}"):
         torch.onnx.export(model, X, io.BytesIO(), **options)

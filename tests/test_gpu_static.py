@@ -47,7 +47,7 @@ def step(channels: int, size: int, channels_last: bool, batch: int = 8) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "channels_last", "num_launches", "num_compiled"),
-    # On two ranks each pass has one more launch, which a forward needs only for several partial sums.
+    # Passes have 3 launches, on two ranks 4, but a forward with one partial sum per channel has 3.
     [(1, True, {6}, 6), (1, False, {6}, 10), (2, True, {8}, 8), (2, False, {7, 8}, 12)],
 )
 def test_a_resnet_compiles_and_launches_as_few_kernels_as_documented(
@@ -66,7 +66,7 @@ def test_a_resnet_compiles_and_launches_as_few_kernels_as_documented(
     assert len(gpu.compiled_kernels) == num_compiled, "update the docstring of gpu.py"
 
 
-@pytest.mark.parametrize("offsets", [(0, 0, 1), (1, 0)])  # In (0, 0, 1) the second call sets Launch.aligned.
+@pytest.mark.parametrize("offsets", [(0, 0, 1), (1, 0)])  # In (0, 0, 1) the second call sets gpu.Launch.aligned.
 def test_a_tensor_at_an_unaligned_address_gets_its_own_kernel(launched: list[Launch], offsets: tuple[int, ...]) -> None:
     """A kernel that is compiled for addresses that are multiples of 16 would fail at other addresses."""
     storage, num_compiled = torch.empty(1 + 8 * 32), []
@@ -134,7 +134,7 @@ def tile_launches(launches: list[Launch]) -> list[Launch]:
     ],
     ids=str,
 )
-def test_kernels_load_wide_spill_no_registers_divide_no_element_and_add_in_a_fixed_order(
+def test_kernels_have_wide_loads_no_spills_no_float_division_and_no_atomic_additions(
     capability: int, sizes: tuple[int, ...], dtype: torch.dtype, options: str, bytes_per_load: int
 ) -> None:
     """A fixed order of additions gives the same bits in each run. scripts/gpu_static.py prints more of the code."""
@@ -147,7 +147,7 @@ def test_kernels_load_wide_spill_no_registers_divide_no_element_and_add_in_a_fix
         assert code.widest_load == bytes_per_load, name
         assert code.spills == 0 or "residual" in options, name  # After a residual, sums of the backward may spill.
         assert capability not in GPUS or programs_at_once(capability, launch, code) >= 3, name
-        if name != "partial_sums":
+        if name != "partial_sums":  # normalize and input_gradient, which write outputs
             assert dtype == torch.float64 or ".f64" not in launch.assembly()
             assert "div.rn.f" not in launch.assembly()
 

@@ -24,7 +24,7 @@ def api_entry(name: str) -> str:
     parameters = [parameter.replace(annotation=parameter.empty) for parameter in parameters if parameter.name != "self"]
     signature = str(inspect.Signature(parameters))
     if name in ("SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d"):
-        signature = "(...)"  # It is the signature of SyncBatchNorm.
+        signature = "(...)"  # the same as SyncBatchNorm's
     lines = textwrap.wrap(f"syncbn.{name}{signature}", 120, subsequent_indent="        ")
     summary = inspect.getdoc(value).split("\n\n")[0]
     return "\n".join([*lines, *textwrap.wrap(summary, 120, initial_indent="    ", subsequent_indent="    "), ""])
@@ -45,8 +45,10 @@ def test_the_api_page_has_each_public_name() -> None:
     internal = {"testing.differences", "testing.local_layers"}  # functions that only syncbn calls
     listed = {*API_NAME.findall(API_PAGE)}
     assert public - internal <= listed
-    directives = {*re.findall(r"\w+", API_PAGE.split("```{eval-rst}\n")[1])}  # Sphinx adds these names' docstrings.
-    assert {name.split(".")[-1] for name in listed} - directives == {"forward"}  # Sphinx lists it with its class.
+    in_sphinx = {
+        *re.findall(r"\w+", API_PAGE.split("```{eval-rst}\n")[1])
+    }  # Sphinx adds the docstrings of names in here.
+    assert {name.split(".")[-1] for name in listed} - in_sphinx == {"forward"}  # Sphinx lists it with its class.
 
 
 def test_contributing_names_every_file_of_the_package() -> None:
@@ -88,7 +90,7 @@ def test_cells_of_tables_are_short(page: Path) -> None:
     assert [cell for row in rows for cell in row.split("|") if len(cell.strip()) > 200] == []
 
 
-# Blocks that no test can run: the beginning of a line, and what runs the block or its parts.
+# Blocks that no run_block or code_block names: the beginning of a line, and what runs the block or its parts.
 RUN_ELSEWHERE = {
     "mesh = init_device_mesh": "eight GPUs; tests/distributed/test_wrappers.py has its pieces",
     "graph = torch.cuda.CUDAGraph()": "a GPU; tests/test_gpu.py captures a step",

@@ -20,7 +20,7 @@ from syncbn.kernels import cpu
 from syncbn.testing import assert_matches_full_batch
 
 
-def test_a_model_with_layers_that_nn_batch_norm_cannot_replace_passes() -> None:
+def test_layers_that_nn_batch_norm_cannot_replace_pass() -> None:
     """Users' ranks are spawned, as here. Other tests fork theirs, which is faster."""
     images, _ = batch(5)
     assert_matches_full_batch(trained_as_one.EveryLayer, (images,), torch.mean)
@@ -67,7 +67,7 @@ PROGRAM = "from syncbn import __main__ as program\n{}\nraise SystemExit(program.
 
 
 def run_program(*arguments: str, change: str = "", status: int = 0, **environment: str) -> str:
-    """Run PROGRAM and return the output. A terminal of 20 columns does not cut the tables."""
+    """Run PROGRAM and return the output. COLUMNS=20: tables must not be cut to the width of a terminal."""
     return run_text(PROGRAM.format(change), *arguments, status=status, COLUMNS="20", **environment)
 
 

@@ -1,6 +1,6 @@
 """Tests that private names of torch mean in this torch what syncbn/torch_internals.py expects.
 
-Names whose new meaning would change a layer's results or errors are left to the tests of layers.
+If another name gets a new meaning, results or errors of layers change, and their tests fail.
 """
 
 import inspect
@@ -54,8 +54,8 @@ def test_data_parallel_makes_replicas_by_the_method_that_syncbn_overrides() -> N
 
 
 def test_a_trace_does_not_read_the_record_of_another_trace() -> None:
-    """After a graph break another trace may contain the call of batch norm, so syncbn must not warn that it is missing.
-    `note_call(False)` records False, and returns what this trace recorded before, or True if it recorded nothing."""
+    """`note_call(False)` returns True if this trace has recorded nothing: after a graph break another trace may have
+    called batch norm, so syncbn must not warn."""
     for function in (lambda x: x + internals.note_call(False), lambda x: x + internals.note_call(False)):
         assert torch.compile(function, backend="eager", fullgraph=True)(torch.zeros(())) == 1
 

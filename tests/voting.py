@@ -257,6 +257,6 @@ def reports(set_seconds: Callable[..., None]) -> Iterator[Reports]:
 
 @pytest.fixture
 def wrap_all_reduce(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., torch.Tensor]], None]:
-    """Return a function that makes this rank call `wrapper(all_reduce, *arguments)` in each pass."""
+    """Return a function of `wrapper`. It makes this rank call `wrapper(all_reduce, *arguments)` in each pass."""
     all_reduce = calls.all_reduce
     return lambda wrapper: monkeypatch.setattr(calls, "all_reduce", functools.partial(wrapper, all_reduce))
