@@ -4,6 +4,7 @@
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # Ranks share the cores.
+unset PYTHONDONTWRITEBYTECODE # Without stored bytecode each process would compile torch, which pip does not compile here.
 
 prepare_environment() {
     local extra wanted
@@ -44,7 +45,7 @@ pip_reaches_an_index() {
     python3 -m pip download --quiet --no-deps --retries 0 --timeout 5 --dest "$(mktemp -d)" setuptools >/dev/null 2>&1
 }
 
-# --no-compile saves 20 s: Python compiles a module when it first imports the module.
+# --no-compile saves 20 s: Python compiles a module at its first import, and then stores the bytecode.
 install_pinned() {
     echo "Installing ${*: -1}"
     python -m pip install --disable-pip-version-check --no-compile --constraint scripts/constraints.txt "$@"

@@ -154,8 +154,6 @@ def main() -> None:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: sys.exit("interrupted"))  # The exit ends the running parts.
     os.chdir(Path(__file__).parent.parent)
-    # Without stored bytecode each of about 200 processes would compile the same Python files.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     option = sys.argv.pop(1) if sys.argv[1:2] in (["--quick"], ["--nightly"]) else ""
     sys.exit(not run(make_parts(option, sys.argv[1:])))
 

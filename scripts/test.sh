@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run all tests by scripts/run_tests.py; with --quick the most important; with --nightly those of the scripts and the plugin
-# voting, and tests/distributed on 4 ranks. Other arguments go to pytest: scripts/test.sh -k mask
+# Run all tests by scripts/run_tests.py; with --quick the most important; with --nightly those of the scripts, a study and the
+# plugin voting, and tests/distributed on 4 ranks. Other arguments go to pytest: scripts/test.sh -k mask
 set -euo pipefail
 echo "On two cores all tests take about 4 minutes, and --quick takes about 1. Missing packages are installed first."
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -41,8 +41,8 @@ def pytest_configure() -> None:
 
         from syncbn.kernels import gpu_channels, gpu_tiles
 
-        interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
         if __version__.startswith("3.6."):  # Other versions may have other names.
+            interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
             call = lambda function, *args, **options: function.rewrite()(*args, **options)  # noqa: E731
             interpreter.InterpretedFunction.__call__ = call
             # A launch patches the modules that the kernel's file imports. Add core, which triton's own functions use.

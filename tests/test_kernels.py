@@ -93,7 +93,7 @@ def test_forward_and_backward_equal_the_reference_in_float64(
         expected = run_both(reference, dy.double(), x.double(), residual=residuals[1], **arguments)
     expected_forward, expected_backward = expected
     if kernel_calls.is_triton(kernels):
-        # Triton's forward sums x - center. The center, near the mean, has more bits than x, so these sums are rounded.
+        # Triton's forward sums x - center. The center is near the mean and has more bits than x, so sums are rounded.
         magnitudes = run_forward(reference, x.double().abs()).payload
         rounding = 1e-14 if dtype == torch.float64 else 2**-22
         assert ((forward.payload - expected_forward.payload).abs() <= rounding * magnitudes).all()

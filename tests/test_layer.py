@@ -120,7 +120,8 @@ def test_a_layer_that_cannot_synchronise_warns_once(monkeypatch: pytest.MonkeyPa
     nn.DataParallel(layer)(x)  # pytest turns warnings into errors.
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match=data_parallel):
-        layer._replicate_for_data_parallel()  # nn.DataParallel calls this method for several GPUs.
+        replica = layer._replicate_for_data_parallel()  # nn.DataParallel calls this method for several GPUs.
+    assert replica.process_group == 1
 
 
 @pytest.mark.usefixtures("syncbn_kernels")

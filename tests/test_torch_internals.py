@@ -15,11 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._debug_mode import DebugMode
 
 from syncbn import kernel_cache
 from syncbn import torch_internals as internals
 
-PREDICATES = "is_eager", "profiler_enabled", "inside_functorch", "inside_vmap_or_forward_mode", "is_jit_tracing"
+PREDICATES = (
+    "is_eager", "profiler_enabled", "inside_backward", "inside_functorch", "inside_vmap_or_forward_mode",
+    "is_jit_tracing", "current_dispatch_mode",
+)  # fmt: skip
 
 
 def active() -> set[str]:
@@ -40,6 +44,12 @@ def test_each_mode_of_torch_is_detected_until_it_ends() -> None:
         assert internals.is_eager(SimpleNamespace(is_cuda=True))
     with forward_ad.dual_level():
         assert active() == {"inside_vmap_or_forward_mode"}
+    with DebugMode():
+        assert active() == {"current_dispatch_mode"}
+    y = x.clone().requires_grad_().sin()
+    y.register_hook(lambda _: seen.append(active()))
+    y.sum().backward()
+    assert seen.pop() == {"is_eager", "inside_backward"}
     torch.func.grad(function)(x)
     torch.func.jvp(function, (x,), (x,))
     torch.vmap(torch.func.grad(function))(x[None])

@@ -29,9 +29,9 @@ def local_input(ranks: Ranks) -> Tensor:
     ("backend", "first_options", "second_options", "to_options"),
     [
         # Without a cast (float64), grad_weight and grad_bias could share the memory of the sums.
-        ("inductor", {}, {"process_group": 1}, {"dtype": torch.float64, "memory_format": torch.channels_last}),
+        ("inductor", {}, {}, {"dtype": torch.float64, "memory_format": torch.channels_last}),
         ("aot_eager", {"affine": False, "eps": 1e-3}, {"bias": False, "momentum": None}, {}),
-        ("aot_eager", {"process_group": 2}, {"track_running_stats": False}, {}),
+        ("aot_eager", {"process_group": 2}, {"process_group": 1, "track_running_stats": False}, {}),
     ],
     ids=str,
 )

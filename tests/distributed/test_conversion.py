@@ -1,7 +1,7 @@
 """Tests that a converted model trains on ranks as one process does, also if its layers define their own forwards.
 
 A call F.batch_norm(..., training=True) is synchronised, in eager mode and in graphs, if it gets a weight, bias or
-buffer of its layer. Other such calls stay local, and a warning names the layer. test_convert.py needs no ranks.
+buffer of its layer, or if the layer has none. Other such calls stay local, and a warning names the class of the layer.
 """
 
 import copy

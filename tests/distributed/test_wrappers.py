@@ -239,6 +239,10 @@ SCHEDULES = {
 }
 
 
+def test_the_table_has_every_schedule_of_torch() -> None:
+    assert {name for name in dir(pipelining) if name.startswith("Schedule")} == {*SCHEDULES}
+
+
 @pytest.fixture
 def mesh(ranks: Ranks) -> DeviceMesh:
     if ranks.size % 2 == 1:
@@ -302,7 +306,7 @@ def test_a_layer_that_synchronises_with_ranks_of_other_stages_is_refused(
 
     where = rf"^layer '1': the layer is in stage {index} of a pipeline over ranks {dist.get_process_group_ranks(pp)[0]}"
     for group_of_several_stages in (None, dist.group.WORLD, pp):
-        with pytest.raises(ValueError, match=where + r".* but synchronises over ranks .*, which also hold"):
+        with pytest.raises(ValueError, match=where + r".* but synchronises over ranks .* hold other stages"):
             forward(group_of_several_stages)
     forward(dp)
     forward(1)
