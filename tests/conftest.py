@@ -43,8 +43,7 @@ def pytest_configure() -> None:
 
         if __version__.startswith("3.6."):  # Other versions may have other names.
             interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-            call = lambda function, *args, **options: function.rewrite()(*args, **options)  # noqa: E731
-            interpreter.InterpretedFunction.__call__ = call
+            interpreter.InterpretedFunction.__call__ = lambda self, *args, **options: self.rewrite()(*args, **options)
             # A launch patches the modules that the kernel's file imports. Add core, which triton's own functions use.
             gpu_channels.core = gpu_tiles.core = language.core
 

@@ -45,9 +45,7 @@ def test_the_api_page_has_each_public_name() -> None:
     internal = {"testing.differences", "testing.local_layers"}  # functions that only syncbn calls
     listed = {*API_NAME.findall(API_PAGE)}
     assert public - internal <= listed
-    in_sphinx = {
-        *re.findall(r"\w+", API_PAGE.split("```{eval-rst}\n")[1])
-    }  # Sphinx adds the docstrings of names in here.
+    in_sphinx = {*re.findall(r"\w+", API_PAGE.split("```{eval-rst}\n")[1])}  # Sphinx adds docstrings of these names.
     assert {name.split(".")[-1] for name in listed} - in_sphinx == {"forward"}  # Sphinx lists it with its class.
 
 

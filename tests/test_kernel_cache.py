@@ -293,11 +293,8 @@ def test_errors_of_triton_disable_its_kernels_unless_they_may_occur_on_one_rank_
     errors: list[Exception], message: str, is_raised: bool, try_triton: Mock
 ) -> None:
     """With torch operations on this rank alone, its running statistics would differ from those of the other ranks."""
-    try_triton.side_effect = [
-        *errors,
-        STALE,
-        None,
-    ]  # A later call that tries Triton again succeeds at its second attempt.
+    # A later call that tries Triton again succeeds at its second attempt.
+    try_triton.side_effect = [*errors, STALE, None]
     if is_raised:
         with pytest.raises(RuntimeError, match=f"{message}$"):
             reason_no_triton()

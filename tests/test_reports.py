@@ -157,7 +157,8 @@ def test_a_file_store_gets_a_position_only_after_two_equal_polls(reader: ThisRan
     """A file grows with each write, so a position in each second would make the file of a week's job too large."""
     reader.departure = "has left"  # changes the position
     position = watchdog._poll(reader, reader.written_position)
-    assert reader.written_position != position
+    assert position == reader.position()
+    assert position != reader.written_position
     watchdog._poll(reader, position)
     assert reader.written_position == position
 

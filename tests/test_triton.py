@@ -13,8 +13,8 @@ from kernel_calls import TRITON, Sizes, assert_identical, draw, forward_config, 
 from torch import Tensor
 
 from syncbn import payload
-from syncbn.kernels import select
-from syncbn.kernels.interface import BAD_ARGUMENT, ONE_VALUE, RANKS_DIFFER, BackEnd, StatusWords
+from syncbn.kernels import interface, select
+from syncbn.kernels.interface import BAD_ARGUMENT, ONE_VALUE, RANKS_DIFFER, BackEnd, ReluMask, StatusWords
 
 pytestmark = pytest.mark.parametrize("kernels", [TRITON], indirect=True)
 NO_FAULT = 0
@@ -61,8 +61,9 @@ def read_total(
 ) -> tuple[Tensor, ...]:
     """Run the kernel `reader` on this total. Return y and new buffers, which a forward may have updated. Unless the
     reader is a forward, y is x."""
-    x, statistics = torch.ones(8, CHANNELS, 1), torch.ones(3 * CHANNELS + 4, dtype=torch.float64)
-    y, buffers = x, new_buffers()
+    statistics = torch.ones(interface.num_statistics(CHANNELS, ReluMask.FROM_Y), dtype=torch.float64)
+    y = x = torch.ones(8, CHANNELS, 1)
+    buffers = new_buffers()
     if reader == "forward":
         y = run_forward(kernels, x, total, buffers=buffers, momentum=momentum, status_words=status_words).y
     elif reader.startswith("backward"):

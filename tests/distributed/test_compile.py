@@ -1,4 +1,4 @@
-"""Tests of compiled layers, which equal eager layers without a graph break, torch.fx, torch.jit and torch.export."""
+"""Tests of torch.compile, torch.fx, torch.jit and torch.export: compiled layers equal eager layers, without a break."""
 
 import copy
 from typing import Any

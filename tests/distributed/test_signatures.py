@@ -89,6 +89,8 @@ def test_a_shallow_copy_is_another_layer(ranks: Ranks) -> None:
     first = syncbn.SyncBatchNorm(3)
     first(X)
     second = copy.copy(first)
+    # Copy the `__dict__` too, as nn.DataParallel does, in case a layer ever defines `__copy__` or `__getstate__`.
+    vars(second).update(vars(first))
     second(X)
     with pytest.raises(RanksDifferError, match=r"rank 0: in SyncBatchNorm .*; number \d+ of SyncBatchNorm\(3\)\n"):
         (second if ranks.rank else first)(X)

@@ -161,9 +161,9 @@ def test_the_likeliest_cause_of_a_wait_comes_first(
 def test_a_late_rank_is_not_compared_with_the_calls_of_an_earlier_model(
     ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch, replaces_group: bool, position_1: str, cause: str
 ) -> None:
-    """In a sweep over widths rank 1 is late in the first call of the second model. The store still has its position
-    and number of channels in the first model. The report may show the position, or name other layers as the cause, but
-    must not compare the numbers of channels."""
+    """In a sweep over widths rank 1 is late in the first call of the second model. The store still has the position
+    and the number of channels of rank 1 in the first model. The report may show the position, or name other layers as
+    the cause, but must not compare the numbers of channels."""
     # As under torchrun, all default groups use one store. A rank compares the number of the default group in another
     # rank's position with its own number, so both ranks must count from the same number.
     store = dist.PrefixStore(f"sweep {replaces_group}", voting.world.store)
